@@ -1,0 +1,1 @@
+"""Observation of keys, values and queries; needs the extra `calibrate`."""

@@ -1,0 +1,113 @@
+"""Load a checkpoint for calibration, with nothing made up on the way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvq.errors import CheckpointError, InputError, UnsupportedModelError
+from kvq.geometry import text_config
+from kvq.state import Module
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to observe: the decoder runs without the language head."""
+
+    model: Any
+    decoder: nn.Module
+    device: torch.device
+    dtype: str
+    attention: str
+
+
+def load_model(
+    root: Path, config: dict[str, Any], *, device: str, dtype: str, trust_remote_code: bool
+) -> LoadedModel:
+    """Load a causal language model; every tensor of its decoder must come from the checkpoint.
+
+    Raises:
+        InputError: the device is not there.
+        UnsupportedModelError: it needs code from the checkpoint, or transformers has no class.
+        CheckpointError: tensors are missing or have another shape than the config says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if config.get("auto_map") and not trust_remote_code:
+        raise UnsupportedModelError(
+            f"`{root}` brings its own model code (`auto_map`), which kvq does not run by itself",
+            code="model.remote_code",
+            hint="read that code, then pass --trust-remote-code",
+        )
+    target = _device(device)
+    attention = _attention_implementation(config)
+    try:
+        with _no_progress_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                root,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot load `{root}`: {str(error).splitlines()[0]}", code="model.load"
+        ) from error
+    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors of the model are missing or misshapen in `{root}`, "
+            f"first `{missing[0]}`; transformers would have filled them with random numbers",
+            code="model.missing_tensors",
+        )
+    model.requires_grad_(False).to(target)
+    name = str(model.dtype).removeprefix("torch.")
+    decoder = model.get_decoder()
+    return LoadedModel(model, decoder, target, name, model.config._attn_implementation)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device `{name}`", code="option.device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "no CUDA device is available to this torch", code="option.device", hint="--device cpu"
+        )
+    return device
+
+
+def _attention_implementation(config: dict[str, Any]) -> str | None:
+    # transformers' sdpa drops `softcap` without a word; only eager applies it on every device
+    return "eager" if text_config(config).get("attn_logit_softcapping") else None
+
+
+def module_list(model: nn.Module) -> tuple[Module, ...]:
+    """Return the module tree as plain data."""
+    return tuple(
+        Module(path, type(module).__name__, module.extra_repr())
+        for path, module in model.named_modules()
+    )

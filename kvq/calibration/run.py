@@ -1,0 +1,86 @@
+"""The calibration loop: batches of equal length through the decoder, maxima out."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from kvq.calibration.model import LoadedModel
+from kvq.calibration.observe import Observer, observing
+
+Progress = Callable[[int, int, float], None]  # tokens done, tokens in all, seconds since start
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take at least: bytes of memory, and seconds in the linear layers."""
+
+    memory_bytes: int
+    seconds: float
+
+
+def cpu_threads() -> int:
+    """Number of threads kvq computes with: the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def fixed_threads() -> Iterator[int]:
+    """Compute with `cpu_threads()` threads inside the block; the previous count afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(cpu_threads())
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_batches(
+    loaded: LoadedModel,
+    observer: Observer,
+    sequences: Sequence[np.ndarray],
+    plan: Sequence[Sequence[int]],
+    progress: Progress | None = None,
+) -> None:
+    """Run every batch of the plan; `plan` holds indices into `sequences` of equal length."""
+    total = sum(len(sequence) for sequence in sequences)
+    done, start = 0, time.perf_counter()
+    with observing(loaded.decoder, observer) as run:
+        for batch in plan:
+            input_ids = torch.from_numpy(np.stack([sequences[i] for i in batch]))
+            run(input_ids.to(loaded.device))
+            done += input_ids.numel()
+            if progress is not None:
+                progress(done, total, time.perf_counter() - start)
+
+
+def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate:
+    """Estimate memory and time before the first batch; each shape of linear layer is timed once."""
+    linears = [module for module in loaded.decoder.modules() if isinstance(module, nn.Linear)]
+    shapes = Counter(tuple(linear.weight.shape) for linear in linears)
+    one_of = {tuple(linear.weight.shape): linear for linear in linears}
+    seconds = sum(_seconds(one_of[shape], batch_tokens) * n for shape, n in shapes.items())
+    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    widest = max((sum(shape) for shape in shapes), default=0)
+    item = next(loaded.decoder.parameters()).element_size()
+    return Estimate(weights + 4 * batch_tokens * widest * item, seconds * tokens / batch_tokens)
+
+
+@torch.inference_mode()
+def _seconds(linear: nn.Linear, tokens: int) -> float:
+    weight = linear.weight
+    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=weight.device)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        linear(states)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,178 @@
+"""A lazy view of a checkpoint folder: config, headers and index; nothing in it is executed."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import CheckpointError
+from kvq.files import read_json
+from kvq.tensorfile import TensorFile, TensorInfo, read_bytes, read_header, read_tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+
+_CONVERT = {
+    ".bin": "kvq reads safetensors only; convert with transformers: "
+    "`AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(OUT)`",
+    ".gguf": "kvq reads safetensors only; convert with transformers: "
+    "`AutoModelForCausalLM.from_pretrained(PATH, gguf_file=FILE)`, then save_pretrained(OUT)",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """Everything a checkpoint's files say, read from headers and JSON only.
+
+    `tensors` maps each name to where engines load it from: the shard the index names, else the
+    last file in natural order that holds it. `duplicates` lists names held by several files.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    files: Mapping[str, TensorFile]
+    weight_map: Mapping[str, str] | None = None
+    duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Each tensor name and its place."""
+        found: dict[str, TensorInfo] = {}
+        for file in self.loaded_files:
+            found.update(self.files[file].tensors)
+        return found
+
+    @property
+    def loaded_files(self) -> tuple[str, ...]:
+        """File names that loaders read: those of the index, or all when there is none."""
+        if self.weight_map is None:
+            return tuple(self.files)
+        named = set(self.weight_map.values())
+        return tuple(name for name in self.files if name in named)
+
+    @property
+    def unindexed_files(self) -> tuple[str, ...]:
+        """Safetensors files that the index does not name, so that no loader reads them."""
+        return tuple(name for name in self.files if name not in self.loaded_files)
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """The quantization configuration at the top level of config.json, if any."""
+        found = self.config.get("quantization_config")
+        return found if isinstance(found, dict) else None
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a small tensor's values."""
+        return read_tensor(self.tensors[name])
+
+
+def natural_key(name: str) -> list[int | str]:
+    """Sort key under which shard 10 comes after shard 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def open_checkpoint(path: Path) -> CheckpointView:
+    """Open a checkpoint folder, or a single `.safetensors` file without its config.
+
+    Raises:
+        CheckpointError: not a checkpoint, or one of its files cannot be trusted.
+    """
+    if path.is_file() and path.suffix == ".safetensors":
+        return _view(path.parent, {}, [path], None)
+    if path.is_file():
+        raise _not_a_checkpoint(path, [path.name])
+    if not path.is_dir():
+        raise CheckpointError(f"`{path}` does not exist", code="checkpoint.missing")
+    names = [file.name for file in path.iterdir() if file.is_file()]
+    shards = sorted(
+        (name for name in names if name.endswith(".safetensors") and not _is_adapter(name)),
+        key=natural_key,
+    )
+    if not shards:
+        raise _not_a_checkpoint(path, names)
+    if CONFIG_NAME not in names:
+        raise CheckpointError(f"`{path}` has no config.json", code="checkpoint.no_config")
+    weight_map = _weight_map(path) if INDEX_NAME in names else None
+    config = read_json(path / CONFIG_NAME)
+    return _view(path, config, [path / name for name in shards], weight_map)
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter_")
+
+
+def _not_a_checkpoint(path: Path, names: list[str]) -> CheckpointError:
+    hints = [hint for suffix, hint in _CONVERT.items() if any(n.endswith(suffix) for n in names)]
+    if any(_is_adapter(name) for name in names):
+        hints = [
+            "this is a LoRA adapter; merge it into its base model first (peft merge_and_unload)"
+        ]
+    return CheckpointError(
+        f"`{path}` holds no safetensors weights",
+        code="checkpoint.no_safetensors",
+        hint=hints[0] if hints else "expected config.json and *.safetensors",
+    )
+
+
+def _weight_map(root: Path) -> dict[str, str]:
+    weight_map = read_json(root / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"`{INDEX_NAME}` has no `weight_map`", code="index.no_weight_map")
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"`{INDEX_NAME}` names `{file}`, which lies outside the folder",
+                code="index.path",
+            )
+    return weight_map
+
+
+def _view(
+    root: Path, config: dict[str, Any], shards: list[Path], weight_map: dict[str, str] | None
+) -> CheckpointView:
+    files = {shard.name: read_header(shard) for shard in shards}
+    holders: dict[str, list[str]] = {}
+    for name, file in files.items():
+        for tensor in file.tensors:
+            holders.setdefault(tensor, []).append(name)
+    duplicates = {name: tuple(held) for name, held in holders.items() if len(held) > 1}
+    return CheckpointView(root, config, files, weight_map, duplicates)
+
+
+_KV_PROJECTION = re.compile(
+    r"\.(k_proj|v_proj|qkv_proj|query_key_value|c_attn|Wqkv|kv_proj|kv_a_proj_with_mqa|kv_b_proj"
+    r"|k_norm|v_norm|kv_a_layernorm)\.(weight|bias|weight_packed|qweight)$"
+)
+_SAMPLE_BYTES, _SAMPLES = 256, 16
+
+
+def weight_fingerprint(view: CheckpointView) -> str:
+    """Return a digest of the K/V projections: names, shapes, dtypes and 16 samples of each.
+
+    It survives re-sharding and costs a few kilobytes of reading per layer. Weights that differ
+    only between the samples are not told apart; training and merging move all of them.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(filter(_KV_PROJECTION.search, view.tensors)):
+        info = view.tensors[name]
+        digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+        size = info.end - info.start
+        for i in range(_SAMPLES):
+            offset = max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)
+            digest.update(read_bytes(info, offset, _SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Return a digest of config.json without its quantization and bookkeeping keys."""
+    from kvq.files import dump_json
+
+    bookkeeping = ("quantization_config", "transformers_version", "_name_or_path")
+    kept = {key: value for key, value in config.items() if key not in bookkeeping}
+    return hashlib.sha256(dump_json(kept).encode()).hexdigest()

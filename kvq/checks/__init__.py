@@ -1,0 +1,1 @@
+"""verify's rules: plain functions that yield findings."""

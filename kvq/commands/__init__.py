@@ -1,0 +1,1 @@
+"""The commands: parse options, call the pipeline, hand the result to the console."""

@@ -1,0 +1,95 @@
+"""`kvq calibrate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq import console
+from kvq.commands.options import Json, Out, Overwrite
+from kvq.errors import InputError, MissingDependencyError
+
+EXAMPLES = """\
+Examples:
+
+  kvq calibrate ./model -o calibration
+
+  kvq calibrate ./model --kv-cfg NVFP4_KV_CFG --dataset data.jsonl -o calibration
+"""
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, or a hub id.")],
+    out: Out,
+    kv_cfg: Annotated[str, typer.Option(help="Named configuration.")] = "FP8_KV_CFG",
+    dataset: Annotated[
+        str, typer.Option(help="`builtin`, a jsonl/json/parquet/csv/txt file, or a hub id.")
+    ] = "builtin",
+    split: Annotated[str | None, typer.Option(help="Rows to take, e.g. train[:512].")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column that holds the text.")] = None,
+    chat_template: Annotated[
+        bool | None, typer.Option(help="Render chat columns with the template.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option(help="Number of sequences.")] = 512,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    pack: Annotated[
+        bool, typer.Option(help="Join rows with EOS, or keep one row per sequence.")
+    ] = True,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens that count as enough.")] = 256,
+    batch_size: Annotated[str, typer.Option(help="Sequences per batch, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Choice of builtin documents.")] = 0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code from the checkpoint.")
+    ] = False,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Observe a model's keys and values on data; write their amax per layer and head."""
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise InputError(
+            f"unknown --dtype `{dtype}`; known: auto, bfloat16, float16, float32",
+            code="option.dtype",
+        )
+    try:
+        from kvq.calibration.data import DataOptions
+        from kvq.pipeline.calibrate import CalibrateOptions
+        from kvq.pipeline.calibrate import calibrate as run
+        from kvq.pipeline.inspect import inspect_calibration
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvq":
+            raise
+        raise MissingDependencyError(
+            f"calibrate needs `{error.name}`, which is not installed",
+            code="dependency.calibrate",
+            hint='pip install "kvq[calibrate]"',
+        ) from error
+    data = DataOptions(
+        dataset=dataset, split=split, text_column=text_column, chat_template=chat_template,
+        pack=pack, seq_len=seq_len, num_samples=num_samples, seed=seed, min_tokens=min_tokens,
+    )  # fmt: skip
+    options = CalibrateOptions(
+        kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
+        overwrite=overwrite, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    with console.Progress() as progress:
+        calibration = run(model, Path(out), options, notify=console.note, progress=progress)
+    shown = inspect_calibration(calibration)
+    if json:
+        console.document({**shown.to_json(), "command": "calibrate", "out": str(out)})
+        return
+    console.answer(shown.tree)
+    console.layer_table(shown.rows)
+    console.answer(f"{shown.summary}\nwrote {out}")
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"--batch-size is `{text}`, expected a number or `auto`", code="option.batch_size"
+        ) from None

@@ -1,0 +1,56 @@
+"""`kvq export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq import console
+from kvq.commands.options import Json, KvCfg, Out, Overwrite
+
+EXAMPLES = """\
+Examples:
+
+  kvq export ./model --scales calibration -o checkpoint
+
+  kvq export ./model --scales calibration --granularity head --dry-run -o checkpoint
+"""
+
+
+def export(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder to add scales to.")],
+    scales: Annotated[Path, typer.Option(help="Calibration folder.")],
+    out: Out,
+    kv_cfg: KvCfg = None,
+    granularity: Annotated[str | None, typer.Option(help="tensor or head.")] = None,
+    dialect: Annotated[str, typer.Option(help="auto or compressed-tensors.")] = "auto",
+    link: Annotated[str, typer.Option(help="auto, hard, copy or symbolic.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan only.")] = False,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint with KV scales; weights are linked, never rewritten."""
+    from kvq.pipeline.export import plan_export, write_export
+
+    plan = plan_export(model, scales, kv_cfg=kv_cfg, granularity=granularity, dialect=dialect)
+    notices = plan.notices
+    if not dry_run:
+        notices += write_export(plan, model, out, overwrite=overwrite, link=link)
+    if json:
+        written = {"schema": 1, "command": "export", "ok": True, "dry_run": dry_run}
+        console.document(written | plan.to_json() | {"notices": list(notices), "out": str(out)})
+        return
+    for notice in notices:
+        console.warning(notice)
+    verb = "would write" if dry_run else "wrote"
+    for shard in plan.shards:
+        change = f"without {len(shard.drop)} old scales" if shard.drop else "unchanged"
+        console.answer(f"  {shard.source} -> {shard.target} ({change})")
+    per = "head" if plan.scales.granularity == "head" else "tensor"
+    console.answer(
+        f"{verb} {out}: {len(plan.tensors)} {plan.scales.format} scales per {per} in "
+        f"{plan.scale_shard}"
+    )
+    console.answer(f"serve it with: vllm serve {out}")
+    if plan.scales.granularity == "head":
+        console.warning("vLLM runs per-head scales only with FlashAttention 3 on Hopper GPUs")

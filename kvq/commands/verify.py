@@ -1,0 +1,42 @@
+"""`kvq verify`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq import console
+from kvq.commands.options import Json
+from kvq.errors import InputError
+
+EXAMPLES = """\
+Examples:
+
+  kvq verify checkpoint
+
+  kvq verify checkpoint --against calibration --report github
+"""
+FORMS = ("human", "json", "junit", "github")
+
+
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    against: Annotated[
+        Path | None, typer.Option(help="Calibration, checkpoint or scales JSON to compare with.")
+    ] = None,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance of --against.")] = 0.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
+    report: Annotated[str, typer.Option(help="human, json, junit or github.")] = "human",
+    json: Json = False,
+) -> None:
+    """Check that every layer's scales are there, plausible and declared; exit 1 if not."""
+    from kvq.pipeline.verify import verify as run
+
+    if report not in FORMS:
+        raise InputError(
+            f"unknown --report `{report}`; known: {', '.join(FORMS)}", code="option.report"
+        )
+    found = run(checkpoint, against=against, rtol=rtol)
+    console.report(found, form="json" if json else report, strict=strict)
+    if not found.ok(strict=strict):
+        raise typer.Exit(1)

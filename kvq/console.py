@@ -1,0 +1,189 @@
+"""The one place that writes to the terminal: answers on stdout, everything else on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kvq.errors import KvqError
+
+if TYPE_CHECKING:
+    from kvq.checks.findings import Finding, Report
+    from kvq.pipeline.inspect import LayerRow
+
+
+def answer(text: str) -> None:
+    """Write plain text to stdout."""
+    sys.stdout.write(text + "\n")
+
+
+def document(value: Any) -> None:
+    """Write exactly one JSON document to stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def note(text: str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(text + "\n")
+
+
+def warning(text: str) -> None:
+    """Write one warning to stderr."""
+    _styled(sys.stderr, "warning", "yellow", text)
+
+
+def error(failure: KvqError) -> None:
+    """Write an error and what to do next."""
+    _styled(sys.stderr, "error", "red", str(failure))
+    if failure.hint:
+        sys.stderr.write(f"\nhint: {failure.hint}\n")
+
+
+def error_document(failure: KvqError) -> None:
+    """Write an error as the JSON document of a failed command."""
+    detail = {"code": failure.code, "message": str(failure), "hint": failure.hint}
+    document({"schema": 1, "ok": None, "error": detail})
+
+
+def _styled(stream: TextIO, word: str, color: str, text: str) -> None:
+    if stream.isatty() and not os.environ.get("NO_COLOR"):
+        from rich.console import Console
+        from rich.text import Text
+
+        line = Text.assemble((f"{word}: ", f"bold {color}"), text)
+        Console(file=stream, highlight=False).print(line)
+    else:
+        stream.write(f"{word}: {text}\n")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Write a table to stdout: fitted to a terminal, never cut in a pipe."""
+    rows = [list(row) for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        shown = Table(box=None, pad_edge=False)
+        for column in columns:
+            shown.add_column(column, justify="left" if column == "flags" else "right")
+        for row in rows:
+            shown.add_row(*row)
+        Console(no_color=bool(os.environ.get("NO_COLOR"))).print(shown)
+        return
+    widths = [max(len(row[i]) for row in [list(columns), *rows]) for i in range(len(columns))]
+    for row in [list(columns), *rows]:
+        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        answer("  ".join(cells).rstrip())
+
+
+def layer_table(rows: Sequence["LayerRow"]) -> None:
+    """Write the per-layer table: amax, scale, tokens, flags."""
+    sides = [side for side in ("q", "k", "v") if any(side in row.scale or side in row.amax
+                                                     for row in rows)]  # fmt: skip
+    columns = ["layer", *(f"{side} amax" for side in sides), *(f"{side} scale" for side in sides)]
+    columns += ["tokens", "flags"]
+    table(columns, [_layer_cells(row, sides) for row in rows])
+
+
+def _layer_cells(row: "LayerRow", sides: Sequence[str]) -> list[str]:
+    amax = [f"{row.amax[side]:.4f}" if side in row.amax else "-" for side in sides]
+    scale = [_scale_cell(row.scale.get(side, ())) for side in sides]
+    tokens = "-" if row.tokens is None else str(row.tokens)
+    return [str(row.layer_idx), *amax, *scale, tokens, "; ".join(row.flags)]
+
+
+def _scale_cell(values: tuple[float, ...]) -> str:
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return f"{values[0]:.6g}"
+    return f"[{min(values):.6g}, {max(values):.6g}]({len(values)})"
+
+
+class Progress:
+    """Progress of a calibration: a bar on a terminal, else one plain line every ~10 %."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._tenth = 0
+
+    def __enter__(self) -> Callable[[int, int, float], None]:
+        if sys.stderr.isatty() and not os.environ.get("KVQ_NO_PROGRESS"):
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+            from rich.progress import TextColumn, TimeRemainingColumn
+
+            self._bar = Bar(
+                *Bar.get_default_columns()[:-1], TimeRemainingColumn(),
+                TextColumn("{task.fields[speed]}"), console=Console(stderr=True),
+            )  # fmt: skip
+            self._bar.start()
+        return self.update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, total: int, seconds: float) -> None:
+        """Show `done` of `total` tokens after `seconds`."""
+        speed = f"{done / max(seconds, 1e-9):.0f} tok/s"
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task("calibrating", total=total, speed=speed)
+            self._bar.update(self._task, completed=done, speed=speed)
+        elif 10 * done // total > self._tenth:
+            self._tenth = 10 * done // total
+            left = seconds * (total - done) / done
+            note(f"calibrating {done}/{total} tokens, {speed}, {left:.0f} s left")
+
+
+def report(found: "Report", *, form: str, strict: bool) -> None:
+    """Write a verification report in one of its four forms."""
+    if form == "json":
+        document(found.to_json(strict=strict))
+    elif form == "junit":
+        answer(_junit(found))
+    else:
+        line = _github_line if form == "github" else _human_line
+        for finding in found.findings:
+            answer(line(finding))
+        errors = sum(f.severity == "error" for f in found.findings)
+        warnings = len(found.findings) - errors
+        verdict = "holds" if found.ok(strict=strict) else "does not hold"
+        answer(
+            f"{verdict}: {errors} errors, {warnings} warnings; "
+            f"{found.checks} checks over {found.layers} layers"
+        )
+
+
+def _human_line(finding: "Finding") -> str:
+    where = "" if finding.layer_idx is None else f"layer {finding.layer_idx}: "
+    detail = ""
+    if finding.expected or finding.found:
+        detail = f" (expected {finding.expected}, found {finding.found})"
+    file = f" in {finding.file}" if finding.file else ""
+    return f"{finding.severity} [{finding.code}] {where}{finding.message}{file}{detail}"
+
+
+def _github_line(finding: "Finding") -> str:
+    escaped = _human_line(finding).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{finding.severity} title={finding.code}::{escaped}"
+
+
+def _junit(found: "Report") -> str:
+    from xml.etree import ElementTree
+
+    suite = ElementTree.Element(
+        "testsuite", name="kvq verify", tests=str(max(found.checks, len(found.findings))),
+        failures=str(len(found.findings)),
+    )  # fmt: skip
+    for finding in found.findings:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=finding.code, name=finding.tensor or finding.code
+        )
+        ElementTree.SubElement(case, "failure", message=_human_line(finding))
+    if not found.findings:
+        ElementTree.SubElement(suite, "testcase", classname="kvq", name="verify")
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)

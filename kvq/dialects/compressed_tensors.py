@@ -1,0 +1,130 @@
+"""compressed-tensors: `<attention>.k_scale`, float32, [1] per tensor or [heads, 1, 1] per head.
+
+Readers: vLLM `layers/quantization/compressed_tensors/compressed_tensors.py` (float, 8 bits,
+symmetric, strategy `tensor` or `attn_head`; anything else is an error there) and transformers
+`quantizers/quantizer_compressed_tensors.py` (wraps the cache; scales are cast to the load dtype).
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kvq.checkpoint import CheckpointView
+from kvq.dialects.base import DialectPlan, FoundScale
+from kvq.errors import DialectError
+from kvq.geometry import Geometry
+from kvq.scales import ScaleSet
+
+STRATEGY = {"tensor": "tensor", "head": "attn_head"}
+SCHEMA_VERSION = "0.20.0"  # of compressed-tensors, whose schema this is
+
+_REASON = {
+    "int8": "vLLM accepts only 8-bit floats in `kv_cache_scheme`",
+    "nvfp4": "compressed-tensors has no NVFP4 cache scheme that vLLM reads",
+}
+
+
+class CompressedTensors:
+    """The dialect of llm-compressor, read by vLLM, SGLang and transformers."""
+
+    name = "compressed-tensors"
+
+    def plan(
+        self, scales: ScaleSet, view: CheckpointView, attention_class: str | None
+    ) -> DialectPlan:
+        """Return tensors and configuration for FP8 scales.
+
+        Raises:
+            DialectError: the format or the base's own quantization cannot be expressed.
+        """
+        if scales.format != "fp8_e4m3":
+            reason = _REASON.get(scales.format, "vLLM reads only FP8 E4M3 caches in this dialect")
+            raise DialectError(
+                f"`{scales.format}` cannot be written as compressed-tensors: {reason}",
+                code="dialect.format",
+                hint="export the same calibration as FP8: --kv-cfg FP8_KV_CFG",
+            )
+        base = _base_config(view)
+        scheme = _scheme(STRATEGY[scales.granularity])
+        if scales.has_query:
+            base["config_groups"] = _with_attention(base["config_groups"], scheme, attention_class)
+        base["kv_cache_scheme"] = scheme
+        shape = (-1, 1, 1) if scales.granularity == "head" else (1,)
+        tensors = {
+            f"{layer.attention}.{side}_scale": np.array(values, np.float32).reshape(shape)
+            for layer in scales.layers
+            for side, values in layer.scales.items()
+        }
+        return DialectPlan(tensors, base)
+
+    def find(self, view: CheckpointView, geometry: Geometry) -> tuple[FoundScale, ...]:
+        """Return the scales stored under `<attention>.{k,v,q}_scale`."""
+        return tuple(
+            FoundScale(layer.layer_idx, side, name)
+            for layer in geometry.layers
+            for side in ("k", "v", "q")
+            if (name := f"{layer.attention}.{side}_scale") in view.tensors
+        )
+
+
+def _scheme(strategy: str) -> dict[str, Any]:
+    return {
+        "dynamic": False,
+        "group_size": None,
+        "num_bits": 8,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "float",
+    }
+
+
+def _base_config(view: CheckpointView) -> dict[str, Any]:
+    """Return the checkpoint's own configuration to extend, or that of an unquantized one."""
+    base = view.quantization_config
+    if base is None:
+        if (view.root / "hf_quant_config.json").exists():
+            raise _other_method("modelopt (`hf_quant_config.json`)")
+        return {
+            "config_groups": {},
+            "format": "dense",
+            "global_compression_ratio": None,
+            "ignore": [],
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "sparsity_config": {},
+            "transform_config": {},
+            "version": SCHEMA_VERSION,
+        }
+    if base.get("quant_method") != "compressed-tensors":
+        raise _other_method(str(base.get("quant_method")))
+    return {"config_groups": {}, **base}
+
+
+def _other_method(method: str) -> DialectError:
+    return DialectError(
+        f"the checkpoint is quantized with `{method}`; compressed-tensors scales added to it would "
+        "not be read",
+        code="dialect.base",
+        hint="export onto the unquantized or a compressed-tensors checkpoint of the model",
+    )
+
+
+def _with_attention(
+    groups: dict[str, Any], scheme: dict[str, Any], attention_class: str | None
+) -> dict[str, Any]:
+    if not attention_class:
+        raise DialectError(
+            "query scales need the attention's class name, which this calibration did not record",
+            code="dialect.attention_class",
+            hint="calibrate again",
+        )
+    kept = {name: g for name, g in groups.items() if g.get("targets") != [attention_class]}
+    number = next(i for i in range(len(kept) + 1) if f"group_{i}" not in kept)
+    group = {
+        "format": "dense",
+        "input_activations": scheme,
+        "output_activations": None,
+        "targets": [attention_class],
+        "weights": None,
+    }
+    return {**kept, f"group_{number}": group}

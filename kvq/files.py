@@ -1,0 +1,165 @@
+"""Strict JSON in, canonical JSON out, and folders that appear whole or not at all."""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import CheckpointError, InputError
+
+MAX_JSON_BYTES = 256 << 20  # an index of 100 000 tensors is about 10 MB
+
+
+def parse_json(data: bytes, *, where: str) -> dict[str, Any]:
+    """Parse one JSON object; duplicate keys, NaN literals and other roots are errors."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{where} has the key `{twice}` twice", code="json.duplicate_key")
+        return found
+
+    def no_constant(literal: str) -> float:
+        raise CheckpointError(f"{where} holds the number `{literal}`", code="json.nonfinite")
+
+    try:
+        parsed = json.loads(data, object_pairs_hook=unique, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}", code="json.invalid") from error
+    if not isinstance(parsed, dict):
+        kind = type(parsed).__name__
+        raise CheckpointError(f"{where} holds a {kind}, expected an object", code="json.not_object")
+    return parsed
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object from a file of at most 256 MiB."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"`{path.name}` has {size} bytes, expected at most {MAX_JSON_BYTES}",
+                code="json.too_large",
+            )
+        return parse_json(path.read_bytes(), where=f"`{path.name}`")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read `{path}`: {error.strerror}", code="file.unreadable"
+        ) from error
+
+
+def dump_json(value: Any) -> str:
+    """Return canonical JSON: sorted keys, two spaces, no NaN, one final newline."""
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write canonical JSON; same value, same bytes."""
+    path.write_text(dump_json(value), encoding="utf-8")
+
+
+@contextmanager
+def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield an empty sibling of `target` that takes its place when the block ends without error.
+
+    The swap is one atomic exchange where the system has it, else two renames; a process killed
+    between those two is repaired by `recover_folder` at the next start.
+
+    Raises:
+        InputError: `target` exists and `overwrite` is not set, or its parent does not exist.
+    """
+    check_target(target, overwrite=overwrite)
+    work = target.with_name(f".{target.name}.kvq-{os.getpid()}.tmp")
+    work.mkdir()
+    try:
+        yield work
+        _sync(work)
+        _swap(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that exists (without `overwrite`) or could not be created."""
+    if not target.name:
+        raise InputError(f"`{target}` cannot be an output folder", code="output.invalid")
+    if not target.parent.is_dir():
+        raise InputError(
+            f"the parent of `{target}` is not a folder",
+            code="output.no_parent",
+            hint=f"mkdir -p {target.parent}",
+        )
+    recover_folder(target)
+    if target.exists() and not overwrite:
+        raise InputError(
+            f"`{target}` already exists",
+            code="output.exists",
+            hint="pass --overwrite to replace it, or another -o",
+        )
+    if target.exists() and not target.is_dir():
+        raise InputError(f"`{target}` is a file, expected a folder", code="output.not_folder")
+
+
+def recover_folder(target: Path) -> None:
+    """Undo a swap that a kill cut in two, and delete what dead processes left beside `target`."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.kvq-(\d+)\.(tmp|old)")
+    for sibling in target.parent.iterdir():
+        match = pattern.fullmatch(sibling.name)
+        if match is None or _alive(int(match[1])):
+            continue
+        if match[2] == "old" and not target.exists():
+            sibling.rename(target)
+        else:
+            shutil.rmtree(sibling, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # our own leftovers: this process holds no work folder at this point
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_symlink():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(work: Path, target: Path) -> None:
+    if not target.exists():
+        work.rename(target)
+        return
+    if _exchange(work, target):
+        return
+    old = target.with_name(f".{target.name}.kvq-{os.getpid()}.old")
+    target.rename(old)
+    work.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders atomically with Linux's renameat2; False where that is not possible."""
+    at_fdcwd, rename_exchange = -100, 2
+    renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = os.fsencode(first), os.fsencode(second)
+    return renameat2(at_fdcwd, paths[0], at_fdcwd, paths[1], rename_exchange) == 0

@@ -1,0 +1,1 @@
+"""One function per command: plain values in, data out. They print nothing."""

@@ -1,0 +1,309 @@
+"""Add scales to a checkpoint: plan everything, write one shard, link the rest."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvq
+from kvq.checkpoint import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    CheckpointView,
+    open_checkpoint,
+    weight_fingerprint,
+)
+from kvq.configs import get_config
+from kvq.dialects import get_dialect
+from kvq.dialects.base import DialectPlan
+from kvq.errors import CheckpointError, DialectError, InputError
+from kvq.files import check_target, new_folder, write_json
+from kvq.geometry import read_geometry
+from kvq.scales import ScaleSet, compute_scales
+from kvq.state import Calibration, read_calibration
+from kvq.tensorfile import copy_without, write_float32
+
+LINKS = ("auto", "hard", "copy", "symbolic")
+_REPLACED = ("hf_quant_config.json", INDEX_NAME, CONFIG_NAME)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One source shard: its new name, and the old scales it must lose (empty: linked whole)."""
+
+    source: str
+    target: str
+    drop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Everything an export will do, as plain data."""
+
+    shards: tuple[Shard, ...]
+    scale_shard: str
+    tensors: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any]
+    weight_map: Mapping[str, str]
+    total_size: int
+    side_files: tuple[str, ...]
+    notices: tuple[str, ...]
+    scales: ScaleSet
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that `--dry-run --json` prints."""
+        return {
+            "shards": [vars(shard) | {"drop": list(shard.drop)} for shard in self.shards],
+            "scale_shard": self.scale_shard,
+            "scales": {name: scale.ravel().tolist() for name, scale in self.tensors.items()},
+            "quantization_config": self.config["quantization_config"],
+            "side_files": list(self.side_files),
+            "notices": list(self.notices),
+        }
+
+
+def plan_export(
+    model: Path, calibration_path: Path, *, kv_cfg: str | None = None,
+    granularity: str | None = None, dialect: str = "auto",
+) -> ExportPlan:  # fmt: skip
+    """Plan an export without writing anything.
+
+    Raises:
+        KvqError: whatever would make the result wrong or unreadable, with the way that works.
+    """
+    calibration = read_calibration(calibration_path)
+    view = open_checkpoint(model)
+    if model.is_file():
+        raise InputError(f"`{model}` is a file; export needs the folder", code="export.not_folder")
+    check_same_model(calibration, view)
+    entries = get_config(kv_cfg or calibration.kv_cfg)
+    if granularity is not None:
+        entries = tuple(_with_granularity(entry, granularity) for entry in entries)
+    scales = compute_scales(calibration, entries)
+    name = "compressed-tensors" if dialect == "auto" else dialect
+    written = get_dialect(name).plan(scales, view, calibration.model.get("attention_class"))
+    return _assemble(view, calibration, scales, written, name)
+
+
+def _with_granularity(entry: Any, granularity: str) -> Any:
+    from dataclasses import replace
+
+    if entry.config is None:
+        return entry
+    return replace(entry, config=replace(entry.config, granularity=granularity))
+
+
+def check_same_model(calibration: Calibration, view: CheckpointView) -> None:
+    """Refuse scales of another architecture or of other weights."""
+    geometry = read_geometry(view.config, view.tensors)
+    if calibration.model["architecture"] != geometry.architecture:
+        raise CheckpointError(
+            f"the calibration is of `{calibration.model['architecture']}`, "
+            f"the checkpoint is `{geometry.architecture}`",
+            code="export.architecture",
+            hint="calibrate this model",
+        )
+    paths = [layer.attention for layer in geometry.layers]
+    if [layer.attention for layer in calibration.layers] != paths:
+        raise CheckpointError(
+            f"the calibration holds {len(calibration.layers)} layers, first "
+            f"`{calibration.layers[0].attention}`; the checkpoint has {len(paths)}, first "
+            f"`{paths[0]}`",
+            code="export.layers",
+            hint="calibrate this model",
+        )
+    fingerprint = weight_fingerprint(view)
+    if calibration.model["weight_fingerprint"] != fingerprint:
+        raise CheckpointError(
+            "the calibration belongs to other weights: the K/V projections have fingerprint "
+            f"{fingerprint[:12]}, expected {calibration.model['weight_fingerprint'][:12]}",
+            code="export.weights",
+            hint="calibrate this model; scales of other weights clip or waste range",
+        )
+
+
+def _old_scales(view: CheckpointView) -> set[str]:
+    suffixes = (".k_scale", ".v_scale", ".q_scale", ".kv_scale",
+                ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
+    return {name for name in view.tensors if name.endswith(suffixes)}
+
+
+def _assemble(
+    view: CheckpointView, calibration: Calibration, scales: ScaleSet, written: DialectPlan,
+    dialect: str,
+) -> ExportPlan:  # fmt: skip
+    old = _old_scales(view)
+    notices = _left_behind(view)
+    kept = []
+    for source in view.loaded_files:
+        if source.startswith("consolidated"):
+            continue
+        names = set(view.files[source].tensors)
+        if names - old:
+            kept.append((source, tuple(sorted(names & old))))
+    count = len(kept) + 1
+    shards = tuple(
+        Shard(source, _shard_name(i, count), drop) for i, (source, drop) in enumerate(kept, 1)
+    )
+    scale_shard = _shard_name(count, count)
+    weight_map = {
+        name: shard.target
+        for shard in shards
+        for name in view.files[shard.source].tensors
+        if name not in shard.drop
+    }
+    weight_map |= dict.fromkeys(written.tensors, scale_shard)
+    if old:
+        notices.append(f"{len(old)} scale tensors of the source are replaced")
+    sizes = sum(info.end - info.start for name, info in view.tensors.items() if name in weight_map)
+    return ExportPlan(
+        shards=shards,
+        scale_shard=scale_shard,
+        tensors=written.tensors,
+        metadata=_metadata(calibration, scales, dialect),
+        config={**view.config, "quantization_config": dict(written.quantization_config)},
+        weight_map=weight_map,
+        total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
+        side_files=_side_files(view),
+        notices=tuple(notices),
+        scales=scales,
+    )
+
+
+def _shard_name(number: int, count: int) -> str:
+    # the one naming that vLLM, SGLang, TensorRT-LLM and transformers all read
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _left_behind(view: CheckpointView) -> list[str]:
+    notices = []
+    consolidated = [name for name in view.files if name.startswith("consolidated")]
+    if consolidated:
+        notices.append(
+            f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
+            "shards and never see the scales"
+        )
+    stray = [name for name in view.unindexed_files if name not in consolidated]
+    if stray:
+        notices.append(f"{', '.join(stray)} not carried along: the index does not name it")
+    return notices
+
+
+def _side_files(view: CheckpointView) -> tuple[str, ...]:
+    return tuple(
+        sorted(
+            path.name
+            for path in view.root.iterdir()
+            if path.is_file() and path.suffix != ".safetensors" and path.name not in _REPLACED
+        )
+    )
+
+
+def _metadata(calibration: Calibration, scales: ScaleSet, dialect: str) -> dict[str, str]:
+    provenance = {
+        "schema": 1,
+        "kvq_version": kvq.__version__,
+        "dialect": dialect,
+        "format": scales.format,
+        "granularity": scales.granularity,
+        "convention": "scale = amax / scale_divisor, dequantization multiplier",
+        "calibration": calibration.digest,
+        "weight_fingerprint": calibration.model["weight_fingerprint"],
+        "attention_class": calibration.model.get("attention_class"),
+        "amax": {
+            f"{layer.attention}.{quantizer}": [float(value) for value in amax]
+            for layer in calibration.layers
+            for quantizer, amax in layer.amax.items()
+        },
+        "status": {layer.attention: dict(layer.provenance) for layer in scales.layers},
+    }
+    text = json.dumps(provenance, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return {"format": "pt", "kvq": text}
+
+
+def write_export(
+    plan: ExportPlan, model: Path, target: Path, *, overwrite: bool, link: str
+) -> tuple[str, ...]:
+    """Apply a plan; returns notices about how shards were linked.
+
+    Raises:
+        InputError: the target exists, or is the source itself.
+    """
+    if link not in LINKS:
+        raise InputError(f"unknown --link `{link}`; known: {', '.join(LINKS)}", code="option.link")
+    if target.exists() and target.resolve() == model.resolve():
+        raise InputError(
+            "the target is the source checkpoint", code="export.in_place", hint="another -o"
+        )
+    check_target(target, overwrite=overwrite)
+    view = open_checkpoint(model)
+    used: set[str] = set()
+    with new_folder(target, overwrite=overwrite) as folder:
+        for shard in plan.shards:
+            if shard.drop:
+                copy_without(view.files[shard.source], folder / shard.target, shard.drop)
+            else:
+                used.add(_place(model / shard.source, folder / shard.target, link))
+        write_float32(folder / plan.scale_shard, plan.tensors, plan.metadata)
+        index = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(plan.weight_map)}
+        write_json(folder / INDEX_NAME, index)
+        write_json(folder / CONFIG_NAME, plan.config)
+        for name in plan.side_files:
+            shutil.copyfile(model / name, folder / name)
+        _reread(folder, plan)
+    aliased = "hard-linked: source and result share these bytes; copy before editing either"
+    return (f"{len(plan.shards)} shards are {aliased}",) if "hard" in used else ()
+
+
+def _place(source: Path, target: Path, link: str) -> str:
+    real = source.resolve()
+    if link == "symbolic":
+        target.symlink_to(real)
+        return "symbolic"
+    if link == "auto" and _reflink(real, target):
+        return "reflink"
+    if link in ("auto", "hard"):
+        try:
+            os.link(real, target)
+        except OSError:
+            if link == "hard":
+                raise
+        else:
+            return "hard"
+    shutil.copyfile(real, target)
+    return "copy"
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    """Clone a file's blocks where the file system can (Linux FICLONE)."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    ficlone = 0x40049409
+    with source.open("rb") as reader, target.open("wb") as writer:
+        try:
+            fcntl.ioctl(writer, ficlone, reader.fileno())
+        except OSError:
+            cloned = False
+        else:
+            cloned = True
+    if not cloned:
+        target.unlink()
+    return cloned
+
+
+def _reread(folder: Path, plan: ExportPlan) -> None:
+    """Open what was written and compare it with what was meant."""
+    view = open_checkpoint(folder)
+    for name, meant in plan.tensors.items():
+        if not np.array_equal(view.read(name), meant):
+            raise DialectError(f"`{name}` reads back differently", code="export.reread")
+    if set(view.tensors) != set(plan.weight_map):
+        raise DialectError("the tensors written are not those planned", code="export.reread")

@@ -1,0 +1,206 @@
+"""Describe a calibration or a checkpoint: tree, per-layer table, one sentence."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvq.checkpoint import CheckpointView, open_checkpoint
+from kvq.configs import get_config
+from kvq.dialects.compressed_tensors import CompressedTensors
+from kvq.errors import CalibrationError
+from kvq.formats import FP8_E4M3
+from kvq.geometry import Geometry, read_geometry
+from kvq.pipeline.verify import read_provenance
+from kvq.quantizers import QuantizerConfig
+from kvq.scales import SHORT, compute_scales
+from kvq.state import Calibration, Module, is_calibration, read_calibration
+from kvq.tree import attention_lines, calibration_tree, render_tree
+
+OUTLIER_RATIO = 20.0  # times the median of the layers
+QUANTIZER = {short: name for name, short in SHORT.items()}
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One line of the per-layer table; amax and scale per side, flags in words."""
+
+    layer_idx: int
+    attention: str
+    amax: Mapping[str, float]
+    scale: Mapping[str, tuple[float, ...]]
+    tokens: int | None
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` shows."""
+
+    kind: str
+    tree: str
+    rows: tuple[LayerRow, ...]
+    summary: str
+
+    def scales(self) -> dict[str, Any]:
+        """Return the scales document that `verify --against` reads."""
+        named = {
+            f"{row.attention}.{side}_scale": values[0] if len(values) == 1 else list(values)
+            for row in self.rows
+            for side, values in row.scale.items()
+        }
+        return {"schema": 1, "scales": named}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of `inspect --json`."""
+        return {
+            "schema": 1,
+            "command": "inspect",
+            "kind": self.kind,
+            "summary": self.summary,
+            "layers": [
+                {
+                    "layer_idx": row.layer_idx,
+                    "attention": row.attention,
+                    "amax": dict(row.amax),
+                    "scale": {side: list(values) for side, values in row.scale.items()},
+                    "tokens": row.tokens,
+                    "flags": list(row.flags),
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def inspect(path: Path) -> Inspection:
+    """Inspect a calibration folder, a checkpoint folder or a single safetensors file.
+
+    Raises:
+        KvqError: the path is none of them, or damaged.
+    """
+    if path.is_dir() and is_calibration(path):
+        return inspect_calibration(read_calibration(path))
+    return _inspect_checkpoint(open_checkpoint(path))
+
+
+def inspect_calibration(calibration: Calibration) -> Inspection:
+    """Describe a calibration from its recorded classes and statistics."""
+    try:
+        scales = compute_scales(calibration, get_config(calibration.kv_cfg))
+        by_layer = {layer.layer_idx: layer.scales for layer in scales.layers}
+    except CalibrationError:
+        by_layer = {}  # shown without scales; export names the layer
+    rows = [
+        LayerRow(
+            layer.layer_idx, layer.attention,
+            {SHORT[name]: float(amax.max()) for name, amax in layer.amax.items()},
+            by_layer.get(layer.layer_idx, {}), layer.tokens, (),
+        )
+        for layer in calibration.layers
+    ]  # fmt: skip
+    data = calibration.data
+    summary = (
+        f"KV statistics: {len(rows)} of {len(rows)} cached layers, {calibration.kv_cfg}, "
+        f"{data['sequences']} sequences, {data['tokens']} tokens of {data['source']['name']}"
+    )
+    return Inspection("calibration", calibration_tree(calibration), _flagged(rows), summary)
+
+
+def _flagged(rows: list[LayerRow]) -> tuple[LayerRow, ...]:
+    medians = {side: median(r.amax[side] for r in rows if side in r.amax)
+               for side in ("k", "v") if any(side in r.amax for r in rows)}  # fmt: skip
+    flagged = []
+    for row in rows:
+        flags = []
+        for side, middle in medians.items():
+            amax = row.amax.get(side, 0.0)
+            if amax > FP8_E4M3.element.max:
+                flags.append(f"{side} amax > {FP8_E4M3.element.max:g}")
+            if amax > OUTLIER_RATIO * middle:
+                flags.append(f"{side} amax {amax / middle:.0f} x median")
+        flagged.append(LayerRow(row.layer_idx, row.attention, row.amax, row.scale, row.tokens,
+                                tuple(flags)))  # fmt: skip
+    return tuple(flagged)
+
+
+def _inspect_checkpoint(view: CheckpointView) -> Inspection:
+    if not view.config:
+        return _inspect_file(view)
+    geometry = read_geometry(view.config, view.tensors)
+    provenance = read_provenance(view) or {}
+    found = {(s.layer_idx, s.side): s.tensor for s in CompressedTensors().find(view, geometry)}
+    rows = []
+    for layer in geometry.layers:
+        scale = {
+            side: tuple(float(v) for v in view.read(found[layer.layer_idx, side]).ravel())
+            for side in ("q", "k", "v")
+            if (layer.layer_idx, side) in found
+        }
+        recorded = provenance.get("amax", {})
+        amax = {
+            side: max(recorded.get(f"{layer.attention}.{QUANTIZER[side]}",
+                                   [FP8_E4M3.amax(value) for value in values]))
+            for side, values in scale.items()
+        }  # fmt: skip
+        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, scale, None, ()))
+    flagged = _flagged(rows)
+    tree = _attention_trees(view, geometry, flagged, provenance.get("attention_class"))
+    return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))
+
+
+def _attention_trees(
+    view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...], recorded: str | None
+) -> str:
+    family = geometry.architecture.removesuffix("ForCausalLM")
+    name = recorded or f"{family}Attention [derived name]"
+    config = view.quantization_config or {}
+    strategy = (config.get("kv_cache_scheme") or {}).get("strategy")
+    granularity = "head" if strategy == "attn_head" else "tensor"
+    quantizer = QuantizerConfig("fp8_e4m3", granularity)
+    parts = []
+    for row in rows:
+        amax = {
+            QUANTIZER[side]: (quantizer, np.array([FP8_E4M3.amax(value) for value in values]))
+            for side, values in row.scale.items()
+        }
+        path, _, leaf = row.attention.rpartition(".")
+        lines = {
+            f"{leaf}.{line_path.removeprefix(row.attention + '.')}": line
+            for line_path, line in attention_lines(row.attention, amax).items()
+        }
+        body = render_tree([Module("", "", ""), Module(leaf, name, "")], lines)
+        inner = "\n".join(line[2:] for line in body.splitlines()[1:-1])
+        parts.append(f"{path}:\n{inner}")
+    return "\n".join(parts)
+
+
+def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...]) -> str:
+    config = view.quantization_config or {}
+    pairs = sum(1 for row in rows if "k" in row.scale and "v" in row.scale)
+    groups = config.get("config_groups") or {}
+    weights = config.get("format") if any(g.get("weights") for g in groups.values()) else None
+    weights = weights or str(view.config.get("dtype") or view.config.get("torch_dtype") or "?")
+    skipped = geometry.uncached
+    without = f"; {len(skipped)} layers keep no KV cache" if skipped else ""
+    if pairs == 0:
+        kv = "KV scales: none; an fp8 cache would run at scale 1.0"
+    else:
+        kv = f"KV scales: fp8, {pairs} of {len(geometry.layers)} layers"
+    return f"{kv}; weights {weights}{without}"
+
+
+def _inspect_file(view: CheckpointView) -> Inspection:
+    names = [name for name in sorted(view.tensors) if name.endswith((".k_scale", ".v_scale"))]
+    rows: dict[str, dict[str, tuple[float, ...]]] = {}
+    for name in names:
+        attention, _, leaf = name.rpartition(".")
+        rows.setdefault(attention, {})[leaf[0]] = tuple(float(v) for v in view.read(name).ravel())
+    table = tuple(
+        LayerRow(i, attention, {}, scale, None, ()) for i, (attention, scale) in
+        enumerate(rows.items())
+    )  # fmt: skip
+    summary = f"{len(view.tensors)} tensors, {len(names)} KV scales (no config.json beside it)"
+    return Inspection("file", "", table, summary)

@@ -1,0 +1,164 @@
+"""The calibration folder: float32 statistics per head, and where they come from."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import CheckpointError
+from kvq.files import dump_json, new_folder, read_json, write_json
+from kvq.quantizers import KEY, QUERY, VALUE, QuantizerConfig
+from kvq.tensorfile import read_header, read_tensor, write_float32
+
+SCHEMA = 1
+STATISTICS_NAME = "calibration.safetensors"
+CONFIG_NAME = "config.json"
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Observed maxima of one layer: quantizer name → amax, float32 [heads], never scales."""
+
+    layer_idx: int
+    attention: str
+    amax: Mapping[str, np.ndarray]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module of the tree: dotted path, class name, printed attributes."""
+
+    path: str
+    class_name: str
+    attributes: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A whole calibration; `quantizers` maps full quantizer names to their configuration."""
+
+    kv_cfg: str
+    layers: tuple[LayerStats, ...]
+    quantizers: Mapping[str, QuantizerConfig | None]
+    modules: tuple[Module, ...]
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    run: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the statistics: independent of batch size, devices and mode."""
+        digest = hashlib.sha256()
+        for name, amax in sorted(self.statistics().items()):
+            digest.update(f"{name} {amax.shape}\n".encode() + amax.astype("<f4").tobytes())
+        return digest.hexdigest()
+
+    def statistics(self) -> dict[str, np.ndarray]:
+        """Return tensor name → amax, as stored."""
+        return {
+            f"{layer.attention}.{quantizer}._amax": amax
+            for layer in self.layers
+            for quantizer, amax in layer.amax.items()
+        }
+
+
+def write_calibration(calibration: Calibration, target: Path, *, overwrite: bool) -> None:
+    """Write the folder whole or not at all; same calibration, same bytes."""
+    config = {
+        "schema": SCHEMA,
+        "kind": "kvq-calibration",
+        "kv_cfg": calibration.kv_cfg,
+        "quantizers": {
+            name: None if config is None else config.to_json()
+            for name, config in calibration.quantizers.items()
+        },
+        "layers": [
+            {"layer_idx": layer.layer_idx, "attention": layer.attention, "tokens": layer.tokens,
+             "provenance": _provenance(calibration, layer)}
+            for layer in calibration.layers
+        ],
+        "modules": [[m.path, m.class_name, m.attributes] for m in calibration.modules],
+        "model": calibration.model,
+        "data": calibration.data,
+        "run": calibration.run,
+    }  # fmt: skip
+    dump_json(config)  # refuses NaN before anything is written
+    with new_folder(target, overwrite=overwrite) as folder:
+        metadata = {"format": "pt", "kvq": dump_json({"schema": SCHEMA, "unit": "amax"}).strip()}
+        write_float32(folder / STATISTICS_NAME, calibration.statistics(), metadata)
+        write_json(folder / CONFIG_NAME, config)
+
+
+def _provenance(calibration: Calibration, layer: LayerStats) -> dict[str, str]:
+    def source(quantizer: str) -> str:
+        config = calibration.quantizers.get(f"{layer.attention}.{quantizer}")
+        constant = config is not None and config.constant_amax is not None
+        return "constant" if constant else "calibrated"
+
+    return {quantizer: source(quantizer) for quantizer in layer.amax}
+
+
+def is_calibration(path: Path) -> bool:
+    """Whether `path` looks like a calibration folder."""
+    return (path / STATISTICS_NAME).is_file()
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a calibration folder.
+
+    Raises:
+        CheckpointError: not a calibration folder, another schema, or statistics missing.
+    """
+    if not is_calibration(path):
+        raise CheckpointError(
+            f"`{path}` is not a calibration folder: it has no `{STATISTICS_NAME}`",
+            code="calibration.missing",
+            hint="make one with `kvq calibrate MODEL -o CALIBRATION`",
+        )
+    config = read_json(path / CONFIG_NAME)
+    if config.get("schema") != SCHEMA or config.get("kind") != "kvq-calibration":
+        raise CheckpointError(
+            f"`{path / CONFIG_NAME}` has schema {config.get('schema')!r}, expected {SCHEMA}",
+            code="calibration.schema",
+            hint="calibrate again with this version of kvq",
+        )
+    try:
+        return _parse(config, path)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"`{path / CONFIG_NAME}` is damaged: {error!r}", code="calibration.damaged"
+        ) from error
+
+
+def _parse(config: dict[str, Any], path: Path) -> Calibration:
+    tensors = read_header(path / STATISTICS_NAME).tensors
+    layers = []
+    for entry in config["layers"]:
+        amax = {}
+        for quantizer in (QUERY, KEY, VALUE):
+            name = f"{entry['attention']}.{quantizer}._amax"
+            if name in tensors:
+                amax[quantizer] = read_tensor(tensors[name]).astype(np.float32)
+        if KEY not in amax or VALUE not in amax:
+            raise CheckpointError(
+                f"`{STATISTICS_NAME}` lacks K or V of layer {entry['layer_idx']}",
+                code="calibration.layer_missing",
+            )
+        layers.append(LayerStats(entry["layer_idx"], entry["attention"], amax, entry["tokens"]))
+    return Calibration(
+        kv_cfg=config["kv_cfg"],
+        layers=tuple(layers),
+        quantizers={
+            name: None if value is None else QuantizerConfig(**value)
+            for name, value in config["quantizers"].items()
+        },
+        modules=tuple(Module(*entry) for entry in config["modules"]),
+        model=config["model"],
+        data=config["data"],
+        run=config["run"],
+    )

@@ -1,0 +1,256 @@
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.models import FAMILIES
+from tests.recorder import record
+
+SIDES = {"q": "q_bmm_quantizer", "k": "k_bmm_quantizer", "v": "v_bmm_quantizer"}
+
+
+def statistics(calibration):
+    return load_file(calibration / "calibration.safetensors")
+
+
+def read_rows(path):
+    return [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_amax_equals_a_plain_recorder_bit_for_bit(calibrated, rows, family):
+    model, calibration = calibrated(family, "--kv-cfg", "FP8_ATTN_CFG")
+    implementation = "eager" if family == "gemma2" else "sdpa"
+    expected = record(model, read_rows(rows), torch.bfloat16, implementation)
+    found = statistics(calibration)
+    assert len(found) == len(expected)
+    for (layer, side), amax in expected.items():
+        name = f"model.layers.{layer}.self_attn.{SIDES[side]}._amax"
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], amax, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_amax_does_not_depend_on_batch_size_or_row_order(
+    calibrated, kvq, checkpoints, rows, tmp_path, dtype, batch_size
+):
+    _, alone = calibrated("llama", "--dtype", dtype, "--batch-size", 1)
+    shuffled = rows.read_text().splitlines()
+    random.Random(1).shuffle(shuffled)
+    other_order = tmp_path / "shuffled.jsonl"
+    other_order.write_text("\n".join(shuffled))
+    target = tmp_path / "other"
+    result = kvq(
+        "calibrate", checkpoints("llama"), "--dataset", other_order, "--seq-len", 64,
+        "--num-samples", 24, "--dtype", dtype, "--batch-size", batch_size, "-o", target,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    name = "calibration.safetensors"
+    assert (target / name).read_bytes() == (alone / name).read_bytes()
+
+
+def test_same_input_gives_the_same_bytes(calibrated):
+    _, calibration = calibrated()
+    first = {path.name: path.read_bytes() for path in calibration.iterdir()}
+    _, calibration = calibrated()
+    assert {path.name: path.read_bytes() for path in calibration.iterdir()} == first
+
+
+def test_no_output_file_holds_an_absolute_path(calibrated, tmp_path):
+    _, calibration = calibrated()
+    for path in calibration.iterdir():
+        assert str(tmp_path).encode() not in path.read_bytes()
+
+
+def test_tokens_are_counted_per_layer(calibrated):
+    _, calibration = calibrated()
+    config = json.loads((calibration / "config.json").read_text())
+    assert [layer["tokens"] for layer in config["layers"]] == [8 * (5 + 17 + 40)] * 2
+
+
+def test_the_tree_and_the_table_are_printed_at_the_end(kvq, checkpoints, rows, tmp_path):
+    result = kvq(
+        "calibrate", checkpoints("llama"), "--dataset", rows, "--seq-len", 64,
+        "--num-samples", 24, "-o", tmp_path / "calibration",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    amax = statistics(tmp_path / "calibration")["model.layers.0.self_attn.k_bmm_quantizer._amax"]
+    line = (
+        "(k_bmm_quantizer): TensorQuantizer((4, 3) bit fake per-tensor "
+        f"amax={amax.max():.4f} calibrator=MaxCalibrator quant)"
+    )
+    assert line in result.out
+    assert "(self_attn): QuantLlamaAttention(" in result.out
+    assert "(q_bmm_quantizer): TensorQuantizer(disabled)" in result.out
+    assert "(q_proj): Linear(in_features=32, out_features=32, bias=False)" in result.out
+    assert "496 tokens, batches of" in result.err
+
+
+def test_a_layer_with_nan_is_named_and_nothing_is_written(kvq, tmp_path, rows):
+    from tests.models import build
+
+    model = build("llama")
+    model.model.layers[1].self_attn.v_proj.weight.data[3, 3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    result = kvq(
+        "calibrate", tmp_path / "model", "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c"
+    )
+    assert result.code == 2
+    assert "NaN or infinity in layer 1 `v_bmm_quantizer`; nothing was written" in result.err
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_missing_tensor_is_an_error_not_random_numbers(kvq, tmp_path, rows):
+    from safetensors.torch import load_file as load
+    from safetensors.torch import save_file
+
+    from tests.models import save
+
+    save("llama", tmp_path / "model")
+    tensors = load(tmp_path / "model" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    result = kvq(
+        "calibrate", tmp_path / "model", "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c"
+    )
+    assert result.code == 2
+    assert "`model.layers.1.mlp.up_proj.weight`" in result.err
+
+
+def test_the_model_is_left_as_found():
+    import transformers
+
+    from kvq.calibration.observe import Observer, observing
+    from tests.models import build
+
+    model = build("llama").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    registered = set(transformers.AttentionInterface._global_mapping)
+    implementation = model.config._attn_implementation
+    with observing(model.model, Observer([0, 1], queries=True)) as run:
+        run(torch.arange(8)[None])
+        assert model.config._attn_implementation != implementation
+    assert model.config._attn_implementation == implementation
+    assert set(transformers.AttentionInterface._global_mapping) == registered
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_neither_head_nor_the_rest_of_the_last_layer_runs():
+    from kvq.calibration.observe import Observer, observing
+    from tests.models import build
+
+    model = build("llama")
+
+    def never(*_):
+        raise AssertionError("this module must not run")
+
+    for module in (model.lm_head, model.model.norm, model.model.layers[1].mlp,
+                   model.model.layers[1].self_attn.o_proj):  # fmt: skip
+        module.register_forward_pre_hook(never)
+    observer = Observer([0, 1], queries=False)
+    with observing(model.model, observer) as run:
+        run(torch.arange(8)[None])
+    assert len(observer.results()) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--kv-cfg", "FP8_KV_CFF"], "config.unknown"),
+        (["--batch-size", "0"], "option.batch_size"),
+        (["--batch-size", "many"], "option.batch_size"),
+        (["--dtype", "int8"], "option.dtype"),
+        (["--device", "tpu9"], "option.device"),
+        (["--device", "cuda"], "option.device"),
+        (["--seq-len", "0"], None),
+        (["--num-samples", "0"], None),
+        (["--seq-len", "65"], None),
+    ],
+)
+def test_a_bad_option_is_one_error_with_exit_code_2(
+    kvq, checkpoints, rows, tmp_path, options, code
+):
+    if code == "option.device" and "cuda" in options and torch.cuda.is_available():
+        pytest.skip("a CUDA device is there")
+    result = kvq(
+        "calibrate", checkpoints("llama"), "--dataset", rows, "--seq-len", 64, "-o",
+        tmp_path / "c", "--json", *options,
+    )  # fmt: skip
+    assert result.code == 2
+    assert result.json["ok"] is None
+    assert code is None or result.json["error"]["code"] == code
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_existing_target_is_kept_without_overwrite(kvq, checkpoints, rows, tmp_path):
+    target = tmp_path / "c"
+    target.mkdir()
+    (target / "mine").write_text("mine")
+    result = kvq("calibrate", checkpoints("llama"), "--dataset", rows, "-o", target)
+    assert (result.code, (target / "mine").read_text()) == (2, "mine")
+    assert "--overwrite" in result.err
+
+
+@pytest.mark.real_model
+def test_real_model_reproduces_the_golden_amax(kvq, smollm2, tmp_path):
+    from pathlib import Path
+
+    golden = json.loads((Path(__file__).parent.parent / "goldens/smollm2_amax.json").read_text())
+    vocab = golden["vocab_size"]
+    lines = [
+        json.dumps({"input_ids": [(i * 7919 + j * 104729 + (i * j) % 977) % vocab
+                                  for j in range(256)]})
+        for i in range(4)
+    ]  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(lines))
+    target = tmp_path / "calibration"
+    result = kvq(
+        "calibrate", smollm2, "--dataset", rows, "--seq-len", 256, "--num-samples", 4,
+        "--dtype", "float32", "--kv-cfg", "FP8_ATTN_CFG", "-o", target,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = statistics(target)
+    assert len(golden["amax"]) == len(found) == 90
+    for key, amax in golden["amax"].items():
+        layer, side = key.split(".")
+        name = f"model.layers.{layer}.self_attn.{SIDES[side]}._amax"
+        np.testing.assert_allclose(found[name], amax, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_model_amax_is_bit_equal_for_batch_sizes_and_padding_sides(
+    kvq, smollm2, tmp_path, dtype
+):
+    import shutil
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Document {i}: " + "the quick brown fox " * (i % 3 + 4)
+                                for i in range(18)))  # fmt: skip
+    digests = set()
+    for batch_size, side in ((1, "left"), (3, "right"), (8, "left")):
+        model = tmp_path / f"model-{side}"
+        if not model.exists():
+            model.mkdir()
+            for file in smollm2.iterdir():
+                (model / file.name).symlink_to(file)
+            config = model / "tokenizer_config.json"
+            changed = json.loads(config.read_text()) | {"padding_side": side}
+            config.unlink()
+            config.write_text(json.dumps(changed))
+        target = tmp_path / f"c{batch_size}"
+        result = kvq(
+            "calibrate", model, "--dataset", text, "--seq-len", 64, "--no-pack", "--dtype", dtype,
+            "--num-samples", 18, "--batch-size", batch_size, "-o", target,
+        )  # fmt: skip
+        assert result.code == 0, result.err
+        digests.add((target / "calibration.safetensors").read_bytes())
+        shutil.rmtree(target)
+    assert len(digests) == 1

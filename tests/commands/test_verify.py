@@ -1,0 +1,182 @@
+import json
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from kvq.tensorfile import read_header, read_tensor, write_float32
+
+
+def rewrite(checkpoint, change):
+    """Change the scales of an exported checkpoint in place, index included."""
+    shard = checkpoint / "model-00002-of-00002.safetensors"
+    file = read_header(shard)
+    scales = {name: read_tensor(info) for name, info in file.tensors.items()}
+    metadata = dict(file.metadata)
+    change(scales, metadata)
+    write_float32(shard, scales, metadata)
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    weights = {n: f for n, f in index["weight_map"].items() if f != shard.name}
+    index["weight_map"] = weights | dict.fromkeys(scales, shard.name)
+    path.write_text(json.dumps(index))
+
+
+def edit_config(checkpoint, change):
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+K0 = "model.layers.0.self_attn.k_scale"
+V1 = "model.layers.1.self_attn.v_scale"
+
+
+def set_scale(name, value):
+    return lambda scales, _: scales.update({name: np.array(value, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "tensor"),
+    [
+        (lambda scales, _: scales.pop(V1), "scale.missing", V1),
+        (set_scale(K0, [0.0]), "scale.nonpositive", K0),
+        (set_scale(K0, [-1.0]), "scale.nonpositive", K0),
+        (set_scale(K0, [np.nan]), "scale.nonfinite", K0),
+        (set_scale(K0, [np.inf]), "scale.nonfinite", K0),
+        (set_scale(K0, [1e-7]), "scale.range", K0),
+        (set_scale(K0, [1001.0]), "scale.range", K0),
+        (set_scale(K0, [0.1, 0.2]), "scale.shape", K0),
+        (set_scale("model.layers.7.self_attn.k_scale", [0.1]), "scale.stray",
+         "model.layers.7.self_attn.k_scale"),
+        (set_scale("model.layers.0.self_attn.k_proj.k_scale", [0.1]), "scale.stray",
+         "model.layers.0.self_attn.k_proj.k_scale"),
+    ],
+)  # fmt: skip
+def test_a_wrong_scale_is_found_and_named(kvq, exported, change, code, tensor):
+    checkpoint = exported()
+    rewrite(checkpoint, change)
+    result = kvq("verify", checkpoint, "--json")
+    assert result.code == 1
+    found = {(finding["code"], finding["tensor"]) for finding in result.json["findings"]}
+    assert found == {(code, tensor)}
+    assert all(f["expected"] and f["found"] for f in result.json["findings"])
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda c: c.pop("quantization_config"), "config.missing"),
+        (lambda c: c["quantization_config"].pop("kv_cache_scheme"), "config.no_scheme"),
+        (lambda c: c["quantization_config"].pop("config_groups"), "config.groups"),
+        (lambda c: c["quantization_config"].update(quant_method="fp8"), "config.quant_method"),
+        (lambda c: c["quantization_config"]["kv_cache_scheme"].update(num_bits=4), "config.scheme"),
+        (lambda c: c["quantization_config"]["kv_cache_scheme"].update(type="int"), "config.scheme"),
+        (lambda c: c["quantization_config"]["kv_cache_scheme"].update(dynamic=True),
+         "config.scheme"),
+        (lambda c: c["quantization_config"]["kv_cache_scheme"].pop("symmetric"), "config.scheme"),
+        (lambda c: c["quantization_config"]["kv_cache_scheme"].update(strategy="channel"),
+         "config.strategy"),
+    ],
+)  # fmt: skip
+def test_a_wrong_configuration_is_found(kvq, exported, change, code):
+    checkpoint = exported()
+    edit_config(checkpoint, change)
+    result = kvq("verify", checkpoint, "--json")
+    assert result.code == 1
+    assert {finding["code"] for finding in result.json["findings"]} == {code}
+
+
+def test_a_declared_cache_without_scales_is_found(kvq, exported):
+    checkpoint = exported()
+    rewrite(checkpoint, lambda scales, _: scales.clear())
+    result = kvq("verify", checkpoint, "--json")
+    codes = [finding["code"] for finding in result.json["findings"]]
+    assert codes.count("scale.missing") == 4
+    assert "config.no_scales" in codes
+
+
+@pytest.mark.parametrize("value", [1.0, 0.25])
+def test_equal_scales_look_uncalibrated_unless_recorded_as_constant(kvq, exported, value):
+    checkpoint = exported(kv_cfg="FP8_CAST_KV_CFG")
+
+    def forget(scales, metadata):
+        del metadata["kvq"]
+        for name in scales:
+            scales[name] = np.array([value], np.float32)
+
+    assert kvq("verify", checkpoint).code == 0
+    rewrite(checkpoint, forget)
+    result = kvq("verify", checkpoint, "--json")
+    expected = "scale.all_one" if value == 1.0 else "scale.all_equal"
+    assert [finding["code"] for finding in result.json["findings"]] == [expected]
+
+
+def test_scales_in_a_file_the_index_does_not_name_are_found(kvq, exported):
+    checkpoint = exported()
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if "00001" in f}
+    path.write_text(json.dumps(index))
+    codes = {f["code"] for f in kvq("verify", checkpoint, "--json").json["findings"]}
+    assert {"index.unindexed", "scale.missing", "config.no_scales"} == codes
+
+
+def test_a_missing_shard_and_a_consolidated_file_are_found(kvq, exported):
+    checkpoint = exported()
+    first = checkpoint / "model-00001-of-00002.safetensors"
+    (checkpoint / "consolidated.safetensors").write_bytes(first.read_bytes())
+    codes = {f["code"] for f in kvq("verify", checkpoint, "--json").json["findings"]}
+    assert codes == {"files.consolidated"}
+
+
+def test_changed_weights_are_found_by_their_fingerprint(kvq, exported):
+    from tests.models import build
+
+    checkpoint = exported()
+    model = build("llama")
+    model.model.layers[0].self_attn.v_proj.weight.data.add_(1)
+    model.save_pretrained(checkpoint.parent / "tuned")
+    (checkpoint / "model-00001-of-00002.safetensors").write_bytes(
+        (checkpoint.parent / "tuned" / "model.safetensors").read_bytes()
+    )
+    codes = {f["code"] for f in kvq("verify", checkpoint, "--json").json["findings"]}
+    assert codes == {"provenance.weights"}
+
+
+def test_against_a_calibration_a_checkpoint_and_printed_scales(kvq, exported, calibrated, tmp_path):
+    checkpoint = exported()
+    _, calibration = calibrated()
+    printed = tmp_path / "scales.json"
+    printed.write_text(kvq("inspect", checkpoint, "--scales", "--json").out)
+    for reference in (calibration, checkpoint, printed):
+        assert kvq("verify", checkpoint, "--against", reference).code == 0
+    rewrite(checkpoint, lambda scales, _: scales.update({K0: scales[K0] * np.float32(1.001)}))
+    for reference in (calibration, printed):
+        result = kvq("verify", checkpoint, "--against", reference, "--json")
+        assert [f["tensor"] for f in result.json["findings"]] == [K0]
+        assert kvq("verify", checkpoint, "--against", reference, "--rtol", "0.01").code == 0
+
+
+def test_every_report_form_says_the_same(kvq, exported):
+    checkpoint = exported()
+    rewrite(checkpoint, set_scale(K0, [0.0]))
+    human = kvq("verify", checkpoint)
+    assert f"error [scale.nonpositive] layer 0: `{K0}` is 0.0 in model-00002" in human.out
+    assert "does not hold: 1 errors, 0 warnings" in human.out
+    github = kvq("verify", checkpoint, "--report", "github")
+    assert github.out.startswith("::error title=scale.nonpositive::")
+    junit = ElementTree.fromstring(kvq("verify", checkpoint, "--report", "junit").out)
+    assert junit.get("failures") == "1"
+    assert junit.find("testcase").get("name") == K0
+    assert {r.code for r in (human, github)} == {1}
+
+
+def test_a_model_without_a_cache_is_an_error_not_a_pass(kvq, tmp_path):
+    write_float32(tmp_path / "model.safetensors", {"x": np.zeros(1, np.float32)}, {})
+    config = {"architectures": ["MambaForCausalLM"], "num_hidden_layers": 2,
+              "num_attention_heads": 1, "layer_types": ["mamba", "mamba"]}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = kvq("verify", tmp_path, "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "verify.no_checks")
