@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,31 +55,32 @@ def run(argv: Sequence[str]) -> int:
     arguments = list(argv)
     as_json = "--json" in arguments
     try:
-        result = app(arguments, standalone_mode=True)
+        code = int(app(arguments, prog_name="kvq", standalone_mode=False) or 0)
         sys.stdout.flush()
-    except SystemExit as exit_:
-        return _flushed(exit_.code if isinstance(exit_.code, int) else 0 if not exit_.code else 2)
     except KvqError as failure:
         if as_json:
             console.error_document(failure)
         console.error(failure)
         return failure.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         console.note("interrupted")
         return 130
     except BrokenPipeError:
         return _closed_pipe()
     except Exception as failure:
-        return _internal(failure, as_json=as_json, verbose="-v" in arguments[:1])
-    return int(result or 0)
-
-
-def _flushed(code: int) -> int:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return _closed_pipe()
+        if hasattr(failure, "show") and hasattr(failure, "format_message"):
+            return _usage(failure, as_json=as_json)
+        verbose = bool({"-v", "--verbose"} & set(arguments[:1]))
+        return _internal(failure, as_json=as_json, verbose=verbose)
     return code
+
+
+def _usage(failure: Any, *, as_json: bool) -> int:
+    """Show a usage error; Typer keeps its class to itself, so it is known by its methods."""
+    failure.show()
+    if as_json:
+        console.error_document(KvqError(failure.format_message(), code="usage"))
+    return KvqError.exit_code
 
 
 def _closed_pipe() -> int:

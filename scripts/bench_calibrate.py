@@ -35,7 +35,6 @@ def setup(args: argparse.Namespace):
 
 
 def timed(args: argparse.Namespace) -> None:
-    import numpy as np
     import torch
 
     from kvq.calibration.observe import Observer
@@ -53,8 +52,9 @@ def timed(args: argparse.Namespace) -> None:
             observer.results()
         else:
             for batch in plan:
-                ids = torch.from_numpy(np.stack([sequences[i] for i in batch]))
-                loaded.decoder(input_ids=ids, use_cache=False)
+                for i in batch:  # as kvq runs them on the CPU
+                    ids = torch.from_numpy(sequences[i])[None]
+                    loaded.decoder(input_ids=ids, use_cache=False)
         print(time.perf_counter() - start)
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--side", choices=["kvq", "plain"])
     args = parser.parse_args()
     if args.side:

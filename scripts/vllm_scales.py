@@ -34,7 +34,7 @@ def start_world() -> None:
 
 
 def load(path: str) -> dict[str, object]:
-    arguments = EngineArgs(model=path, max_model_len=128, enforce_eager=True,
+    arguments = EngineArgs(model=path, max_model_len=64, enforce_eager=True,
                            skip_tokenizer_init=True)  # fmt: skip
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):

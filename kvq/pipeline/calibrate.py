@@ -19,7 +19,7 @@ from kvq.geometry import Geometry, read_geometry, text_config
 from kvq.quantizers import KEY, QUERY, VALUE
 from kvq.state import Calibration, LayerStats, write_calibration
 
-AUTO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+AUTO_BATCH_TOKENS = {"cuda": 16384}  # elsewhere sequences run one by one
 Notify = Callable[[str], None]
 Progress = Callable[[int, int, float], None]
 
@@ -156,7 +156,9 @@ def _observe(
         )  # fmt: skip
         sequences = [sequence.token_ids for sequence in data.sequences]
         longest = max(len(sequence) for sequence in sequences)
-        batch_size = options.batch_size or max(1, AUTO_BATCH_TOKENS[loaded.device.type] // longest)
+        batch_size = options.batch_size or max(
+            1, AUTO_BATCH_TOKENS.get(loaded.device.type, 0) // longest
+        )
         tokens = sum(len(sequence) for sequence in sequences)
         guess = estimate(loaded, tokens=tokens, batch_tokens=batch_size * longest)
         notify(
