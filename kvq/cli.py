@@ -67,6 +67,10 @@ def run(argv: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         return _closed_pipe()
+    except SystemExit as exited:  # Typer's own answer to a closed pipe, which would read as 1
+        if isinstance(exited.__context__, BrokenPipeError):
+            return _closed_pipe()
+        return exited.code if isinstance(exited.code, int) else KvqError.exit_code
     except Exception as failure:
         if hasattr(failure, "show") and hasattr(failure, "format_message"):
             return _usage(failure, as_json=as_json)

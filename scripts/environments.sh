@@ -14,6 +14,7 @@ environment() {
   if [ "$(cat "$place/stamp" 2>/dev/null)" != "$stamp" ]; then
     rm -rf "$place"
     "$PYTHON" -m venv "$place"
+    "$place/bin/pip" install --quiet --upgrade "pip>=25.1"  # for --group
     "$place/bin/pip" install --quiet -c "$ROOT/scripts/constraints.txt" "$@"
     printf '%s\n' "$stamp" >"$place/stamp"
   fi

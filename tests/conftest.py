@@ -5,8 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from kvq.cli import run
+
+settings.register_profile("kvq", deadline=None)  # timings are not tests
+settings.load_profile("kvq")
 
 
 class Result:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvq.calibration.batches import Sequence, Tally, choose_columns, pack, token_rows
+from kvq.calibration.batches import Sequence, pack
 from kvq.calibration.builtin import Table, builtin_table
+from kvq.calibration.rows import Tally, choose_columns, token_rows
 from kvq.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:

@@ -1,1 +1,10 @@
-"""verify's rules: plain functions that yield findings."""
+"""verify's rules: plain functions that yield findings.
+
+A rule takes the context and yields one `Finding` per thing wrong, nothing when all is well. To add
+one, write the function with the decorator `rule` in the module of its subject.
+"""
+
+from kvq.checks import configuration, scales, shards
+from kvq.checks.context import RULES
+
+__all__ = ["RULES", "configuration", "scales", "shards"]

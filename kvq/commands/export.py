@@ -18,7 +18,7 @@ Examples:
 
 
 def export(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder to add scales to.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id to add scales to.")],
     scales: Annotated[Path, typer.Option(help="Calibration folder.")],
     out: Out,
     kv_cfg: KvCfg = None,
@@ -30,12 +30,15 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a checkpoint with KV scales; weights are linked, never rewritten."""
-    from kvq.pipeline.export import plan_export, write_export
+    from kvq.pipeline.export import plan_export
+    from kvq.pipeline.locate import locate
+    from kvq.pipeline.write import write_export
 
-    plan = plan_export(model, scales, kv_cfg=kv_cfg, granularity=granularity, dialect=dialect)
+    root = locate(model)
+    plan = plan_export(root, scales, kv_cfg=kv_cfg, granularity=granularity, dialect=dialect)
     notices = plan.notices
     if not dry_run:
-        notices += write_export(plan, model, out, overwrite=overwrite, link=link)
+        notices += write_export(plan, root, out, overwrite=overwrite, link=link)
     if json:
         written = {"schema": 1, "command": "export", "ok": True, "dry_run": dry_run}
         console.document(written | plan.to_json() | {"notices": list(notices), "out": str(out)})

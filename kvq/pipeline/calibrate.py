@@ -13,9 +13,10 @@ from kvq.calibration.batches import describe_plan, plan_batches
 from kvq.calibration.data import CalibrationData, DataOptions, load
 from kvq.checkpoint import CheckpointView, config_digest, open_checkpoint, weight_fingerprint
 from kvq.configs import QuantConfig, get_config, resolve
-from kvq.errors import InputError, MissingDependencyError
+from kvq.errors import InputError
 from kvq.files import check_target
 from kvq.geometry import Geometry, read_geometry, text_config
+from kvq.pipeline.locate import locate
 from kvq.quantizers import KEY, QUERY, VALUE
 from kvq.state import Calibration, LayerStats, write_calibration
 
@@ -72,46 +73,6 @@ def calibrate(
     return calibration
 
 
-def locate(model: str) -> Path:
-    """Return the folder of a checkpoint, fetching a hub id.
-
-    Raises:
-        InputError: neither a folder nor a reachable hub id.
-        MissingDependencyError: a hub id, and huggingface_hub is not installed.
-    """
-    path = Path(model)
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        if not path.is_dir():
-            raise InputError(
-                f"`{model}` is not a checkpoint folder",
-                code="model.not_folder",
-                hint="give a folder in Hugging Face form, or a hub id such as org/name",
-            )
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
-    except ImportError as error:
-        raise MissingDependencyError(
-            "fetching a hub id needs huggingface_hub",
-            code="dependency.huggingface_hub",
-            hint='pip install "kvq[calibrate]"',
-        ) from error
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(
-            f"cannot fetch `{model}`: {str(error).splitlines()[0]}",
-            code="model.unreachable",
-            hint="check the id and the network, or give a local folder",
-        ) from error
-
-
 def _check_cached_layers(geometry: Geometry) -> None:
     if not geometry.layers:
         raise InputError(
@@ -163,7 +124,8 @@ def _observe(
         guess = estimate(loaded, tokens=tokens, batch_tokens=batch_size * longest)
         notify(
             f"{len(sequences)} sequences, {tokens} tokens, batches of {batch_size} on "
-            f"{loaded.device}: at least {guess.memory_bytes / 2**30:.1f} GiB and {guess.seconds:.0f} s"
+            f"{loaded.device}, at least {guess.memory_bytes / 2**30:.1f} GiB and "
+            f"{guess.seconds:.0f} s"
         )
         observer = Observer([layer.layer_idx for layer in geometry.layers], queries=queries)
         plan = plan_batches(data.sequences, batch_size)

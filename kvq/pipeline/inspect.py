@@ -21,6 +21,7 @@ from kvq.state import Calibration, Module, is_calibration, read_calibration
 from kvq.tree import attention_lines, calibration_tree, render_tree
 
 OUTLIER_RATIO = 20.0  # times the median of the layers
+SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 QUANTIZER = {short: name for name, short in SHORT.items()}
 
 
@@ -182,7 +183,8 @@ def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...
     pairs = sum(1 for row in rows if "k" in row.scale and "v" in row.scale)
     groups = config.get("config_groups") or {}
     weights = config.get("format") if any(g.get("weights") for g in groups.values()) else None
-    weights = weights or str(view.config.get("dtype") or view.config.get("torch_dtype") or "?")
+    dtype = str(view.config.get("dtype") or view.config.get("torch_dtype") or "unknown")
+    weights = weights or SHORT_DTYPE.get(dtype, dtype)
     skipped = geometry.uncached
     without = f"; {len(skipped)} layers keep no KV cache" if skipped else ""
     if pairs == 0:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvq.checkpoint import CheckpointView, open_checkpoint
+from kvq.checks import RULES
+from kvq.checks.context import Context
 from kvq.checks.findings import Finding, Report
-from kvq.checks.rules import RULES, Context
 from kvq.configs import get_config
 from kvq.dialects.compressed_tensors import CompressedTensors
 from kvq.errors import CheckpointError, InputError

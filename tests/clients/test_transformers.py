@@ -41,26 +41,38 @@ def cache_of(model, input_ids):
     return cache
 
 
-def test_the_cache_is_the_plain_one_quantized_with_the_written_scales(checkpoint, smollm2):
+def test_the_cache_is_the_plain_one_quantized_with_the_written_scales(
+    checkpoint, smollm2, monkeypatch
+):
+    from compressed_tensors.modeling.kvcache import QuantizedKVCache
+
     from kvq.formats import FP8_E4M3
     from kvq.pipeline.inspect import inspect
     from kvq.reference import Parity, quantize_dequantize
 
+    handed = []  # per layer: what attention hands to the quantizing cache
+    update = QuantizedKVCache.update
+
+    def recording(self, key_states, value_states, *args, **kwargs):
+        handed.append((key_states.clone(), value_states.clone()))
+        return update(self, key_states, value_states, *args, **kwargs)
+
     input_ids = AutoTokenizer.from_pretrained(smollm2)(TEXT, return_tensors="pt").input_ids
-    rows = inspect(checkpoint).rows
-    quantized = cache_of(load(checkpoint), input_ids)
     plain = cache_of(load(smollm2), input_ids)
-    # layer 0 sees the same input in both models; deeper ones see quantized attention before them
-    for side, found, states in (
-        ("k", quantized.layers[0].keys, plain.layers[0].keys),
-        ("v", quantized.layers[0].values, plain.layers[0].values),
-    ):
-        scale = torch.tensor(rows[0].scale[side]).to(torch.bfloat16)  # transformers casts it
-        expected = quantize_dequantize(
-            states, FP8_E4M3, scale=scale, parity=Parity.COMPRESSED_TENSORS
-        )
-        assert torch.equal(found, expected), side
-    assert len(rows) == len(quantized.layers) == 30
+    monkeypatch.setattr(QuantizedKVCache, "update", recording)
+    quantized = cache_of(load(checkpoint), input_ids)
+    rows = inspect(checkpoint).rows
+    assert len(rows) == len(handed) == len(quantized.layers) == 30
+    # only layer 0 sees the same input in both models; deeper ones follow quantized attention
+    assert torch.equal(handed[0][0], plain.layers[0].keys)
+    assert torch.equal(handed[0][1], plain.layers[0].values)
+    for row, states, layer in zip(rows, handed, quantized.layers, strict=True):
+        for side, plain_states, found in zip("kv", states, (layer.keys, layer.values), strict=True):
+            scale = torch.tensor(row.scale[side]).to(torch.bfloat16)  # transformers casts it
+            expected = quantize_dequantize(
+                plain_states, FP8_E4M3, scale=scale, parity=Parity.COMPRESSED_TENSORS
+            )
+            assert torch.equal(found, expected), (row.layer_idx, side)
 
 
 def test_every_scale_is_loaded_in_every_layer(checkpoint):

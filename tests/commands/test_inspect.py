@@ -14,7 +14,7 @@ def test_a_checkpoint_shows_the_attention_trees_with_amax(kvq, exported, calibra
     shown = kvq("inspect", calibration)
     lines = [line.strip() for line in shown.out.splitlines() if "_bmm_quantizer" in line]
     assert [line.strip() for line in result.out.splitlines() if "_bmm_quantizer" in line] == lines
-    assert "KV scales: fp8, 2 of 2 layers; weights bfloat16" in result.out
+    assert "KV scales: fp8, 2 of 2 layers; weights bf16" in result.out
 
 
 def test_a_checkpoint_without_scales_says_what_an_engine_would_do(kvq, checkpoints):

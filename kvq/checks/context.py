@@ -1,0 +1,50 @@
+"""What the rules look at, and the list of all rules."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvq.checkpoint import CheckpointView
+from kvq.checks.findings import Finding
+from kvq.dialects.base import FoundScale
+from kvq.geometry import Geometry
+
+SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rules look at; `values` holds the scales that could be decoded."""
+
+    view: CheckpointView
+    geometry: Geometry
+    scales: tuple[FoundScale, ...]
+    values: dict[str, np.ndarray]
+    provenance: dict[str, Any] | None = None
+    reference: dict[str, list[float]] | None = None
+    rtol: float = 0.0
+    by_layer: dict[tuple[int, str], FoundScale] = field(default_factory=dict)
+
+
+Rule = Callable[[Context], Iterator[Finding]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    """Register a rule."""
+    RULES.append(function)
+    return function
+
+
+def file_of(context: Context, tensor: str) -> str:
+    """Return the name of the file that holds a tensor."""
+    return context.view.tensors[tensor].path.name
+
+
+def kv_cache_scheme(context: Context) -> dict[str, Any]:
+    """Return the declared cache scheme, empty if there is none."""
+    config = context.view.quantization_config or {}
+    scheme = config.get("kv_cache_scheme")
+    return scheme if isinstance(scheme, dict) else {}

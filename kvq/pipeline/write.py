@@ -1,0 +1,97 @@
+"""Apply an export plan: one new shard, everything else linked; whole or not at all."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, open_checkpoint
+from kvq.errors import DialectError, InputError
+from kvq.files import check_target, new_folder, write_json
+from kvq.pipeline.export import ExportPlan
+from kvq.tensorfile import copy_without, write_float32
+
+LINKS = ("auto", "hard", "copy", "symbolic")
+
+
+def write_export(
+    plan: ExportPlan, model: Path, target: Path, *, overwrite: bool, link: str
+) -> tuple[str, ...]:
+    """Apply a plan; returns notices about how shards were linked.
+
+    Raises:
+        InputError: the target exists, or is the source itself.
+    """
+    if link not in LINKS:
+        raise InputError(f"unknown --link `{link}`; known: {', '.join(LINKS)}", code="option.link")
+    if target.exists() and target.resolve() == model.resolve():
+        raise InputError(
+            "the target is the source checkpoint", code="export.in_place", hint="another -o"
+        )
+    check_target(target, overwrite=overwrite)
+    view = open_checkpoint(model)
+    used: set[str] = set()
+    with new_folder(target, overwrite=overwrite) as folder:
+        for shard in plan.shards:
+            if shard.drop:
+                copy_without(view.files[shard.source], folder / shard.target, shard.drop)
+            else:
+                used.add(_place(model / shard.source, folder / shard.target, link))
+        write_float32(folder / plan.scale_shard, plan.tensors, plan.metadata)
+        index = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(plan.weight_map)}
+        write_json(folder / INDEX_NAME, index)
+        write_json(folder / CONFIG_NAME, plan.config)
+        for name in plan.side_files:
+            shutil.copyfile(model / name, folder / name)
+        _reread(folder, plan)
+    aliased = "hard-linked: source and result share these bytes; copy before editing either"
+    return (f"{len(plan.shards)} shards are {aliased}",) if "hard" in used else ()
+
+
+def _place(source: Path, target: Path, link: str) -> str:
+    real = source.resolve()
+    if link == "symbolic":
+        target.symlink_to(real)
+        return "symbolic"
+    if link == "auto" and _reflink(real, target):
+        return "reflink"
+    if link in ("auto", "hard"):
+        try:
+            os.link(real, target)
+        except OSError:
+            if link == "hard":
+                raise
+        else:
+            return "hard"
+    shutil.copyfile(real, target)
+    return "copy"
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    """Clone a file's blocks where the file system can (Linux FICLONE)."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    ficlone = 0x40049409
+    with source.open("rb") as reader, target.open("wb") as writer:
+        try:
+            fcntl.ioctl(writer, ficlone, reader.fileno())
+        except OSError:
+            cloned = False
+        else:
+            cloned = True
+    if not cloned:
+        target.unlink()
+    return cloned
+
+
+def _reread(folder: Path, plan: ExportPlan) -> None:
+    """Open what was written and compare it with what was meant."""
+    view = open_checkpoint(folder)
+    for name, meant in plan.tensors.items():
+        if not np.array_equal(view.read(name), meant):
+            raise DialectError(f"`{name}` reads back differently", code="export.reread")
+    if set(view.tensors) != set(plan.weight_map):
+        raise DialectError("the tensors written are not those planned", code="export.reread")
