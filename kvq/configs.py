@@ -5,7 +5,7 @@ since a pattern such as `*[kv]_bmm_quantizer` does not match them.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -75,6 +75,22 @@ def get_config(name: str) -> QuantConfig:
             hint=f"did you mean `{near[0]}`?" if near else None,
         )
     return CONFIGS[name]
+
+
+def with_granularity(entries: QuantConfig, granularity: str) -> QuantConfig:
+    """Return the same entries with another granularity."""
+    return tuple(
+        replace(entry, config=entry.config and replace(entry.config, granularity=granularity))
+        for entry in entries
+    )
+
+
+def as_fp8(entries: QuantConfig, granularity: str) -> QuantConfig:
+    """Return the same entries as FP8 E4M3, the one format of the dialect compressed-tensors."""
+    return tuple(
+        replace(entry, config=entry.config and replace(entry.config, format="fp8_e4m3"))
+        for entry in with_granularity(entries, granularity)
+    )
 
 
 def resolve(entries: QuantConfig, names: Iterable[str]) -> dict[str, QuantizerConfig | None]:

@@ -70,9 +70,14 @@ def read_geometry(config: Mapping[str, Any], tensor_names: Iterable[str]) -> Geo
             code="geometry.no_layers",
         )
     kinds = text.get("layer_types") or ["full_attention"] * count
+    if len(kinds) != count:
+        raise UnsupportedModelError(
+            f"config.json of `{architecture}` lists {len(kinds)} `layer_types` for {count} layers",
+            code="geometry.layer_types",
+        )
     paths = _attention_paths(tensor_names)
     layers = []
-    for i, kind in enumerate(kinds[:count]):
+    for i, kind in enumerate(kinds):
         if _is_cached(kind, architecture):
             layers.append(_layer(i, kind, paths, text, heads, architecture))
     return Geometry(architecture, count, tuple(layers))

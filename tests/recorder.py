@@ -8,15 +8,19 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-def record(path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: str):
+def record(
+    path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: str, device: str = "cpu"
+):
     """Return {(layer, side): amax [heads]} of full forward passes, one row at a time.
 
     Independent of kvq: transformers' own registration of an attention function, whole model with
     head, attention inputs q, k, v [1, heads, seq_len, head_dim].
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=implementation
-    ).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+        .eval()
+        .to(device)
+    )
     found: dict = defaultdict(list)
 
     def wrap(original):
@@ -39,10 +43,10 @@ def record(path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: 
     try:
         with torch.no_grad():
             for row in rows:
-                model(torch.tensor([row]), use_cache=False)
+                model(torch.tensor([row], device=device), use_cache=False)
     finally:
         if implementation == "eager":
             code.eager_attention_forward = before
         else:
             del ALL_ATTENTION_FUNCTIONS[implementation]
-    return {key: torch.stack(values).amax(0).numpy() for key, values in found.items()}
+    return {key: torch.stack(values).amax(0).cpu().numpy() for key, values in found.items()}

@@ -121,7 +121,7 @@ def observing(decoder: nn.Module, observer: Observer) -> Iterator[Callable[[Tens
         with suppress(LastLayerReached):
             decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
 
-    training = decoder.training
+    training = [(module, module.training) for module in decoder.modules()]
     decoder.eval()
     try:
         if observer.queries:
@@ -130,7 +130,8 @@ def observing(decoder: nn.Module, observer: Observer) -> Iterator[Callable[[Tens
         else:
             yield run
     finally:
-        decoder.train(training)
+        for module, was_training in training:
+            module.training = was_training
 
 
 @contextmanager

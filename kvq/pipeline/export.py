@@ -16,7 +16,7 @@ from kvq.checkpoint import (
     open_checkpoint,
     weight_fingerprint,
 )
-from kvq.configs import get_config
+from kvq.configs import get_config, with_granularity
 from kvq.dialects import get_dialect
 from kvq.dialects.base import DialectPlan
 from kvq.errors import CheckpointError
@@ -77,19 +77,11 @@ def plan_export(
     check_same_model(calibration, view)
     entries = get_config(kv_cfg or calibration.kv_cfg)
     if granularity is not None:
-        entries = tuple(_with_granularity(entry, granularity) for entry in entries)
+        entries = with_granularity(entries, granularity)
     scales = compute_scales(calibration, entries)
     name = "compressed-tensors" if dialect == "auto" else dialect
     written = get_dialect(name).plan(scales, view, calibration.model.get("attention_class"))
     return _assemble(view, calibration, scales, written, name)
-
-
-def _with_granularity(entry: Any, granularity: str) -> Any:
-    from dataclasses import replace
-
-    if entry.config is None:
-        return entry
-    return replace(entry, config=replace(entry.config, granularity=granularity))
 
 
 def check_same_model(calibration: Calibration, view: CheckpointView) -> None:

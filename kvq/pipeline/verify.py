@@ -10,7 +10,7 @@ from kvq.checkpoint import CheckpointView, open_checkpoint
 from kvq.checks import RULES
 from kvq.checks.context import Context
 from kvq.checks.findings import Finding, Report
-from kvq.configs import get_config
+from kvq.configs import as_fp8, get_config
 from kvq.dialects.compressed_tensors import CompressedTensors
 from kvq.errors import CheckpointError, InputError
 from kvq.files import read_json
@@ -42,7 +42,7 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
         scales=scales,
         values=values,
         provenance=read_provenance(view),
-        reference=None if against is None else read_reference(against),
+        reference=None if against is None else read_reference(against, _granularity(view)),
         rtol=rtol,
         by_layer={(scale.layer_idx, scale.side): scale for scale in scales},
     )
@@ -80,16 +80,25 @@ def read_provenance(view: CheckpointView) -> dict[str, Any] | None:
     return None
 
 
-def read_reference(path: Path) -> dict[str, list[float]]:
-    """Return tensor name → values from a calibration, a checkpoint or a scales JSON file."""
+def _granularity(view: CheckpointView) -> str:
+    scheme = (view.quantization_config or {}).get("kv_cache_scheme")
+    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    return "head" if per_head else "tensor"
+
+
+def read_reference(path: Path, granularity: str) -> dict[str, list[float]]:
+    """Return tensor name → values from a calibration, a checkpoint or a scales JSON file.
+
+    A calibration holds amax per head; `granularity` says which scales to derive from it.
+    """
     if path.is_file() and path.suffix == ".json":
         return _reference_json(path)
     if path.is_dir() and is_calibration(path):
         calibration = read_calibration(path)
-        scales = compute_scales(calibration, get_config(calibration.kv_cfg))
+        entries = as_fp8(get_config(calibration.kv_cfg), granularity)
         return {
             f"{layer.attention}.{side}_scale": list(values)
-            for layer in scales.layers
+            for layer in compute_scales(calibration, entries).layers
             for side, values in layer.scales.items()
         }
     view = open_checkpoint(path)
@@ -110,4 +119,11 @@ def _reference_json(path: Path) -> dict[str, list[float]]:
             hint='expected {"schema": 1, "scales": {NAME: NUMBER}}, as `kvq inspect --scales '
             "--json` prints",
         )
-    return {name: value if isinstance(value, list) else [value] for name, value in scales.items()}
+    values = {name: value if isinstance(value, list) else [value] for name, value in scales.items()}
+    for name, numbers in values.items():
+        if not all(type(number) in (int, float) for number in numbers):
+            raise InputError(
+                f"`{name}` in `{path}` is not a number or a list of numbers",
+                code="reference.invalid",
+            )
+    return values

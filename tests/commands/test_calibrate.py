@@ -128,15 +128,18 @@ def test_the_model_is_left_as_found():
     from tests.models import build
 
     model = build("llama").train()
+    model.model.layers[0].mlp.eval()  # a part someone froze
+    modes = [module.training for module in model.modules()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     registered = set(transformers.AttentionInterface._global_mapping)
     implementation = model.config._attn_implementation
     with observing(model.model, Observer([0, 1], queries=True)) as run:
         run(torch.arange(8)[None])
         assert model.config._attn_implementation != implementation
+        assert not model.model.training
     assert model.config._attn_implementation == implementation
     assert set(transformers.AttentionInterface._global_mapping) == registered
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

@@ -159,6 +159,19 @@ def test_against_a_calibration_a_checkpoint_and_printed_scales(kvq, exported, ca
         assert kvq("verify", checkpoint, "--against", reference, "--rtol", "0.01").code == 0
 
 
+def test_a_per_head_export_matches_its_per_tensor_calibration(kvq, exported, calibrated):
+    checkpoint = exported("llama", "--granularity", "head")
+    _, calibration = calibrated()
+    assert kvq("verify", checkpoint, "--against", calibration).code == 0
+
+
+@pytest.mark.parametrize("text", ['{"schema": 1, "scales": {"a": "1"}}', '{"schema": 2}', "[]"])
+def test_a_reference_that_is_no_scales_file_is_refused(kvq, exported, tmp_path, text):
+    (tmp_path / "scales.json").write_text(text)
+    result = kvq("verify", exported(), "--against", tmp_path / "scales.json", "--json")
+    assert (result.code, result.json["ok"]) == (2, None)
+
+
 def test_every_report_form_says_the_same(kvq, exported):
     checkpoint = exported()
     rewrite(checkpoint, set_scale(K0, [0.0]))

@@ -1,0 +1,48 @@
+"""CUDA: the same maxima as a plain recorder on the same device, and the same bytes for one plan."""
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def observe(path, sequences, plan, *, queries=True):
+    from kvq.calibration.model import load_model
+    from kvq.calibration.observe import Observer
+    from kvq.calibration.run import run_batches
+    from kvq.files import read_json
+
+    loaded = load_model(
+        path, read_json(path / "config.json"), device="cuda", dtype="auto", trust_remote_code=False
+    )
+    observer = Observer(range(loaded.model.config.num_hidden_layers), queries=queries)
+    run_batches(loaded, observer, sequences, plan)
+    return {key: amax.numpy() for key, amax in observer.results().items()}
+
+
+@NO_CUDA
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_amax_equals_a_plain_recorder_on_the_same_device(checkpoints, family):
+    from tests.recorder import record
+
+    sequences = [np.arange(i, i + 48) % 128 for i in range(6)]
+    found = observe(checkpoints(family), sequences, [[i] for i in range(6)])
+    implementation = "eager" if family == "gemma2" else "sdpa"
+    rows = [sequence.tolist() for sequence in sequences]
+    expected = record(checkpoints(family), rows, torch.bfloat16, implementation, device="cuda")
+    assert len(found) == len(expected)
+    for (layer, side), amax in expected.items():
+        np.testing.assert_array_equal(found[layer, f"{side}_bmm_quantizer"], amax)
+
+
+@NO_CUDA
+def test_the_same_plan_gives_the_same_bits_and_another_plan_nearly_so(checkpoints):
+    sequences = [np.arange(i, i + 48) % 128 for i in range(8)]
+    batched = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    first, second = (observe(checkpoints("llama"), sequences, batched) for _ in range(2))
+    alone = observe(checkpoints("llama"), sequences, [[i] for i in range(8)])
+    for key, amax in first.items():
+        np.testing.assert_array_equal(second[key], amax)
+        np.testing.assert_allclose(alone[key], amax, rtol=2**-6)
