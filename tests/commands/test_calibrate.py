@@ -257,3 +257,40 @@ def test_real_model_amax_is_bit_equal_for_batch_sizes_and_padding_sides(
         digests.add((target / "calibration.safetensors").read_bytes())
         shutil.rmtree(target)
     assert len(digests) == 1
+
+
+def test_a_layer_that_never_reaches_the_cache_is_named(
+    kvq, checkpoints, rows, tmp_path, monkeypatch
+):
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    forward = LlamaAttention.forward
+
+    def bypass(self, *args, past_key_values=None, **kwargs):
+        cache = None if self.layer_idx == 0 else past_key_values
+        return forward(self, *args, past_key_values=cache, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", bypass)
+    result = kvq(
+        "calibrate", checkpoints("llama"), "--dataset", rows, "--seq-len", 64, "-o",
+        tmp_path / "c", "--json",
+    )  # fmt: skip
+    assert (result.code, result.json["error"]["code"]) == (2, "calibrate.not_observed")
+    message = result.json["error"]["message"]
+    assert message == "0 observations of layer 0 `k_bmm_quantizer`, layer 0 `v_bmm_quantizer`"
+    assert not (tmp_path / "c").exists()
+
+
+def test_remote_code_is_not_run_unless_asked(kvq, checkpoints, rows, tmp_path):
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints("llama"), model)
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Evil"}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "evil.py").write_text("raise SystemExit('executed')")
+    result = kvq(
+        "calibrate", model, "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"
+    )
+    assert (result.code, result.json["error"]["code"]) == (2, "model.remote_code")
