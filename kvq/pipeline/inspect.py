@@ -146,7 +146,8 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
                                    [FP8_E4M3.amax(value) for value in values]))
             for side, values in scale.items()
         }  # fmt: skip
-        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, scale, None, ()))
+        tokens = provenance.get("tokens", {}).get(layer.attention)
+        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, scale, tokens, ()))
     flagged = _flagged(rows)
     tree = _attention_trees(view, geometry, flagged, provenance.get("attention_class"))
     return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))

@@ -45,8 +45,10 @@ def write_export(
         for name in plan.side_files:
             shutil.copyfile(model / name, folder / name)
         _reread(folder, plan)
-    aliased = "hard-linked: source and result share these bytes; copy before editing either"
-    return (f"{len(plan.shards)} shards are {aliased}",) if "hard" in used else ()
+    aliased = (
+        "weight shards are hard links: source and result share their bytes (--link copy to part)"
+    )
+    return (aliased,) if "hard" in used else ()
 
 
 def _place(source: Path, target: Path, link: str) -> str:
