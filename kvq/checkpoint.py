@@ -62,10 +62,48 @@ class CheckpointView:
         return tuple(name for name in self.files if name not in self.loaded_files)
 
     @property
+    def quantization_config_place(self) -> str | None:
+        """Where config.json declares its quantization, in the order in which vLLM looks."""
+        text = self.config.get("text_config")
+        nested = text if isinstance(text, dict) else {}
+        if self.config.get("quantization_config") is not None:
+            return "quantization_config"
+        if nested.get("quantization_config") is not None:
+            return "text_config.quantization_config"
+        return "compression_config" if self.config.get("compression_config") is not None else None
+
+    @property
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """The quantization configuration at the top level of config.json, if any."""
-        found = self.config.get("quantization_config")
-        return found if isinstance(found, dict) else None
+        """The quantization configuration that engines use, if any.
+
+        Raises:
+            CheckpointError: it is not an object.
+        """
+        place = self.quantization_config_place
+        if place is None:
+            return None
+        found: Any = self.config
+        for key in place.split("."):
+            found = found[key]
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"`{place}` in config.json is a {type(found).__name__}, expected an object",
+                code="checkpoint.quantization_config",
+            )
+        return found
+
+    @property
+    def config_groups(self) -> Mapping[str, Any]:
+        """The groups of the quantization configuration; malformed ones are left out."""
+        groups = (self.quantization_config or {}).get("config_groups")
+        groups = groups if isinstance(groups, dict) else {}
+        return {name: group for name, group in groups.items() if isinstance(group, dict)}
+
+    @property
+    def kv_cache_scheme(self) -> Mapping[str, Any]:
+        """The declared cache scheme, empty if there is none or it is not an object."""
+        scheme = (self.quantization_config or {}).get("kv_cache_scheme")
+        return scheme if isinstance(scheme, dict) else {}
 
     def read(self, name: str) -> np.ndarray:
         """Return a small tensor's values."""

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -53,7 +54,8 @@ def _app(
 def run(argv: Sequence[str]) -> int:
     """Run one command line; returns the exit code. Never raises."""
     arguments = list(argv)
-    as_json = "--json" in arguments
+    as_json = "--json" in arguments or "--report=json" in arguments
+    as_json |= ("--report", "json") in pairwise(arguments)
     try:
         code = int(app(arguments, prog_name="kvq", standalone_mode=False) or 0)
         sys.stdout.flush()

@@ -85,14 +85,6 @@ def with_granularity(entries: QuantConfig, granularity: str) -> QuantConfig:
     )
 
 
-def as_fp8(entries: QuantConfig, granularity: str) -> QuantConfig:
-    """Return the same entries as FP8 E4M3, the one format of the dialect compressed-tensors."""
-    return tuple(
-        replace(entry, config=entry.config and replace(entry.config, format="fp8_e4m3"))
-        for entry in with_granularity(entries, granularity)
-    )
-
-
 def resolve(entries: QuantConfig, names: Iterable[str]) -> dict[str, QuantizerConfig | None]:
     """Map each quantizer name to its configuration; what no entry matches is disabled.
 

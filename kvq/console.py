@@ -154,7 +154,7 @@ def report(found: "Report", *, form: str, strict: bool) -> None:
         verdict = "holds" if found.ok(strict=strict) else "does not hold"
         answer(
             f"{verdict}: {errors} errors, {warnings} warnings; "
-            f"{found.checks} checks over {found.layers} layers"
+            f"{found.checks} rules over {found.layers} layers"
         )
 
 

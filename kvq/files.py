@@ -5,13 +5,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvq.errors import CheckpointError, InputError
 
+MARKER = ".kvq"  # an empty file in every folder that kvq wrote: --overwrite may replace it
 MAX_JSON_BYTES = 256 << 20  # an index of 100 000 tensors is about 10 MB
 
 
@@ -77,19 +78,40 @@ def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_target(target, overwrite=overwrite)
     work = target.with_name(f".{target.name}.kvq-{os.getpid()}.tmp")
-    work.mkdir()
+    try:
+        work.mkdir()
+    except OSError as error:
+        raise InputError(
+            f"cannot write into `{target.parent}`: {error.strerror}", code="output.read_only"
+        ) from error
     try:
         yield work
+        (work / MARKER).touch()
         _sync(work)
         _swap(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that exists (without `overwrite`) or could not be created."""
-    if not target.name:
-        raise InputError(f"`{target}` cannot be an output folder", code="output.invalid")
+def check_target(target: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse a target that could not be created, or whose replacement would lose something.
+
+    With `overwrite` only an empty folder or one that kvq wrote is replaced, and never one that is
+    or holds an input of the same command.
+    """
+    if target.name in ("", ".", "..") or target.is_symlink():
+        raise InputError(
+            f"`{target}` cannot be an output folder",
+            code="output.invalid",
+            hint="give the name of a folder that is neither a link nor the current one",
+        )
+    for path in inputs:
+        if path.resolve().is_relative_to(target.resolve()):
+            raise InputError(
+                f"the output `{target}` is or holds the input `{path}`",
+                code="output.holds_input",
+                hint="another -o",
+            )
     if not target.parent.is_dir():
         raise InputError(
             f"the parent of `{target}` is not a folder",
@@ -105,6 +127,14 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         )
     if target.exists() and not target.is_dir():
         raise InputError(f"`{target}` is a file, expected a folder", code="output.not_folder")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write into `{target.parent}`", code="output.read_only")
+    if target.exists() and not (target / MARKER).is_file() and any(target.iterdir()):
+        raise InputError(
+            f"`{target}` was not written by kvq, so --overwrite does not replace it",
+            code="output.foreign",
+            hint="remove it yourself, or give another -o",
+        )
 
 
 def recover_folder(target: Path) -> None:

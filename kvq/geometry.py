@@ -52,6 +52,33 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
+_REQUIRED = object()
+
+
+def count(text: Mapping[str, Any], key: str, *, default: Any = _REQUIRED) -> Any:
+    """Return a positive integer of the config; `default` where it is absent or null.
+
+    Raises:
+        UnsupportedModelError: another type or value, or absent without a default.
+    """
+    value = text.get(key)
+    if value is None and default is not _REQUIRED:
+        return default
+    if type(value) is not int or value < 1:
+        raise UnsupportedModelError(
+            f"`{key}` in config.json is {value!r}, expected a positive integer",
+            code="geometry.number",
+        )
+    return value
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    return str(config.get("model_type") or "unknown")
+
+
 def read_geometry(config: Mapping[str, Any], tensor_names: Iterable[str]) -> Geometry:
     """Derive the geometry of a decoder-only model.
 
@@ -60,27 +87,23 @@ def read_geometry(config: Mapping[str, Any], tensor_names: Iterable[str]) -> Geo
             whose cache is not plain keys and values (MLA, layers that share another's cache).
     """
     text = text_config(config)
-    architecture = (config.get("architectures") or [config.get("model_type") or "unknown"])[0]
+    architecture = _architecture(config)
     _refuse_unplain_caches(config, text, architecture)
-    count = text.get("num_hidden_layers")
-    heads = text.get("num_attention_heads")
-    if not isinstance(count, int) or not isinstance(heads, int) or count < 1 or heads < 1:
+    num_layers = count(text, "num_hidden_layers")
+    kinds = text.get("layer_types")
+    kinds = ["full_attention"] * num_layers if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise UnsupportedModelError(
-            f"config.json of `{architecture}` has no `num_hidden_layers` and `num_attention_heads`",
-            code="geometry.no_layers",
-        )
-    kinds = text.get("layer_types") or ["full_attention"] * count
-    if len(kinds) != count:
-        raise UnsupportedModelError(
-            f"config.json of `{architecture}` lists {len(kinds)} `layer_types` for {count} layers",
+            f"`layer_types` of `{architecture}` is {kinds!r}, expected one for each of the "
+            f"{num_layers} layers",
             code="geometry.layer_types",
         )
     paths = _attention_paths(tensor_names)
     layers = []
     for i, kind in enumerate(kinds):
         if _is_cached(kind, architecture):
-            layers.append(_layer(i, kind, paths, text, heads, architecture))
-    return Geometry(architecture, count, tuple(layers))
+            layers.append(_layer(i, kind, paths, text, architecture))
+    return Geometry(architecture, num_layers, tuple(layers))
 
 
 def _refuse_unplain_caches(
@@ -124,7 +147,6 @@ def _layer(
     kind: str,
     paths: Mapping[int, str],
     text: Mapping[str, Any],
-    heads: int,
     architecture: str,
 ) -> LayerGeometry:
     if layer_idx not in paths:
@@ -133,6 +155,7 @@ def _layer(
             code="geometry.no_attention",
             hint="expected names like `model.layers.0.self_attn.k_proj.weight`",
         )
-    kv_heads = text.get("num_key_value_heads") or heads
-    head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    heads = count(text, "num_attention_heads")
+    kv_heads = count(text, "num_key_value_heads", default=heads)
+    head_dim = count(text, "head_dim", default=None) or count(text, "hidden_size") // heads
     return LayerGeometry(layer_idx, kind, paths[layer_idx], heads, kv_heads, head_dim)

@@ -12,7 +12,7 @@ import numpy as np
 from kvq.errors import CheckpointError
 from kvq.files import dump_json, new_folder, read_json, write_json
 from kvq.quantizers import KEY, QUERY, VALUE, QuantizerConfig
-from kvq.tensorfile import read_header, read_tensor, write_float32
+from kvq.tensorfile import TensorInfo, read_header, read_tensor, write_float32
 
 SCHEMA = 1
 STATISTICS_NAME = "calibration.safetensors"
@@ -129,10 +129,32 @@ def read_calibration(path: Path) -> Calibration:
         )
     try:
         return _parse(config, path)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"`{path / CONFIG_NAME}` is damaged: {error!r}", code="calibration.damaged"
         ) from error
+
+
+_NEEDED = {
+    "model": ("architecture", "weight_fingerprint"),
+    "data": ("source", "sequences", "tokens"),
+    "run": (),
+}
+
+
+def _statistic(info: TensorInfo) -> np.ndarray:
+    """Return amax [heads], checked: float32, finite, never negative."""
+    amax = read_tensor(info)
+    if info.dtype != "F32" or amax.ndim != 1 or amax.size == 0:
+        raise CheckpointError(
+            f"`{info.name}` is {info.dtype} {info.shape}, expected F32 [heads]",
+            code="calibration.statistic",
+        )
+    if not np.isfinite(amax).all() or (amax < 0).any():
+        raise CheckpointError(
+            f"`{info.name}` holds a negative or non-finite amax", code="calibration.statistic"
+        )
+    return amax
 
 
 def _parse(config: dict[str, Any], path: Path) -> Calibration:
@@ -143,13 +165,18 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
         for quantizer in (QUERY, KEY, VALUE):
             name = f"{entry['attention']}.{quantizer}._amax"
             if name in tensors:
-                amax[quantizer] = read_tensor(tensors[name]).astype(np.float32)
+                amax[quantizer] = _statistic(tensors[name])
         if KEY not in amax or VALUE not in amax:
             raise CheckpointError(
                 f"`{STATISTICS_NAME}` lacks K or V of layer {entry['layer_idx']}",
                 code="calibration.layer_missing",
             )
         layers.append(LayerStats(entry["layer_idx"], entry["attention"], amax, entry["tokens"]))
+    if not layers or not isinstance(config["kv_cfg"], str):
+        raise ValueError("no layers, or `kv_cfg` is not a name")
+    for part, keys in _NEEDED.items():
+        if not isinstance(config[part], dict) or not all(key in config[part] for key in keys):
+            raise ValueError(f"`{part}` lacks one of {keys}")
     return Calibration(
         kv_cfg=config["kv_cfg"],
         layers=tuple(layers),

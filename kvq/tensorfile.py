@@ -216,7 +216,8 @@ def copy_without(source: TensorFile, target: Path, drop: Iterable[str]) -> None:
         }  # fmt: skip
         position = offsets[1]
     with source.path.open("rb") as reader, target.open("wb") as writer:
-        writer.write(header_bytes(entries, source.metadata))
+        metadata = {key: value for key, value in source.metadata.items() if key != "kvq"}
+        writer.write(header_bytes(entries, metadata))
         for info in kept:
             reader.seek(info.start)
             _copy(reader, writer, info.end - info.start)

@@ -48,6 +48,9 @@ def test_a_failure_is_one_json_document_on_stdout(kvq, tmp_path):
         result = kvq(command, tmp_path / "missing", "--json")
         assert (result.code, result.json["ok"]) == (2, None)
         assert set(result.json["error"]) == {"code", "message", "hint"}
+    for report in (["--report", "json"], ["--report=json"]):
+        assert kvq("verify", tmp_path / "missing", *report).json["ok"] is None
+    assert kvq("verify", tmp_path, "--json", "--report", "junit").code == 2
 
 
 def test_importing_kvq_has_no_side_effect():

@@ -1,6 +1,6 @@
 """Load a checkpoint for calibration, with nothing made up on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvq.errors import CheckpointError, InputError, UnsupportedModelError
+from kvq.errors import (
+    CheckpointError,
+    InputError,
+    MissingDependencyError,
+    UnsupportedModelError,
+)
 from kvq.geometry import text_config
 from kvq.state import Module
 
@@ -28,9 +33,17 @@ class LoadedModel:
 
 
 def load_model(
-    root: Path, config: dict[str, Any], *, device: str, dtype: str, trust_remote_code: bool
+    root: Path,
+    config: dict[str, Any],
+    *,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool,
+    attentions: Sequence[str] = (),
 ) -> LoadedModel:
     """Load a causal language model; every tensor of its decoder must come from the checkpoint.
+
+    Of the attention modules named by `attentions`, every tensor of the checkpoint must be used.
 
     Raises:
         InputError: the device is not there.
@@ -56,7 +69,12 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"transformers needs another package: {str(error).strip().splitlines()[0]}",
+            code="dependency.model",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"transformers cannot load `{root}`: {str(error).splitlines()[0]}", code="model.load"
         ) from error
@@ -66,6 +84,18 @@ def load_model(
             f"{len(missing)} tensors of the model are missing or misshapen in `{root}`, "
             f"first `{missing[0]}`; transformers would have filled them with random numbers",
             code="model.missing_tensors",
+        )
+    unused = [
+        name
+        for name in sorted(info["unexpected_keys"])
+        if any(name.startswith(f"{attention}.") for attention in attentions)
+    ]
+    if unused:
+        raise CheckpointError(
+            f"transformers ignores {len(unused)} attention tensors of `{root}`, first "
+            f"`{unused[0]}`; the maxima would be those of another model",
+            code="model.unused_tensors",
+            hint="config.json and the tensors disagree; compare them with the original model",
         )
     model.requires_grad_(False).to(target)
     name = str(model.dtype).removeprefix("torch.")
@@ -93,6 +123,9 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"unknown device `{name}`", code="option.device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"`{name}` is not supported; known: auto, cpu, cuda, cuda:N",
+                         code="option.device")  # fmt: skip
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "no CUDA device is available to this torch", code="option.device", hint="--device cpu"
@@ -105,9 +138,23 @@ def _attention_implementation(config: dict[str, Any]) -> str | None:
     return "eager" if text_config(config).get("attn_logit_softcapping") else None
 
 
-def module_list(model: nn.Module) -> tuple[Module, ...]:
-    """Return the module tree as plain data."""
-    return tuple(
-        Module(path, type(module).__name__, module.extra_repr())
-        for path, module in model.named_modules()
+def module_list(loaded: LoadedModel, attentions: Sequence[str]) -> tuple[Module, ...]:
+    """Return the module tree as plain data, under the paths of the checkpoint's tensor names.
+
+    A checkpoint of the bare decoder (`layers.0…`) is shown from its decoder on.
+
+    Raises:
+        UnsupportedModelError: an attention path of the checkpoint is no module of the model.
+    """
+    for root in (loaded.model, loaded.decoder):
+        paths = {path for path, _ in root.named_modules()}
+        if paths.issuperset(attentions):
+            return tuple(
+                Module(path, type(module).__name__, module.extra_repr())
+                for path, module in root.named_modules()
+            )
+    missing = next(path for path in attentions if path not in paths)
+    raise UnsupportedModelError(
+        f"`{missing}` is no module of `{type(loaded.model).__name__}` as transformers builds it",
+        code="model.paths",
     )

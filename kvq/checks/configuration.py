@@ -37,7 +37,8 @@ def config_declares_scales(context: Context) -> Iterator[Finding]:
 def _scheme_findings(config: Any, scheme: dict[str, Any]) -> Iterator[Finding]:
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     for key, expected in wanted.items():
-        if scheme.get(key) != expected:
+        absent = False if key == "dynamic" else None  # its default is what engines want
+        if scheme.get(key, absent) != expected:
             yield Finding(
                 "config.scheme", "error", f"`kv_cache_scheme.{key}` is not what engines accept",
                 file="config.json", expected=repr(expected), found=repr(scheme.get(key)),
@@ -54,8 +55,33 @@ def _scheme_findings(config: Any, scheme: dict[str, Any]) -> Iterator[Finding]:
             file="config.json", expected="compressed-tensors",
             found=repr(config.get("quant_method")),
         )  # fmt: skip
+    groups = config.get("config_groups")
     if "config_groups" not in config:
+        per_head = scheme.get("strategy") == "attn_head"
         yield Finding(
-            "config.groups", "error", "vLLM and transformers need `config_groups`, even if empty",
+            "config.groups", "error" if per_head else "warning",
+            "`config_groups` is absent: transformers, and vLLM for per-head scales, need it",
             file="config.json", expected="{}", found="none",
         )  # fmt: skip
+    elif not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        yield Finding(
+            "config.groups", "error", "`config_groups` is not an object of objects",
+            file="config.json", expected="{}", found=repr(groups),
+        )  # fmt: skip
+    else:
+        yield from _group_findings(groups)
+
+
+def _group_findings(groups: dict[str, Any]) -> Iterator[Finding]:
+    """A group for an attention class is skipped by vLLM; any other needs targets and weights."""
+    for name, group in sorted(groups.items()):
+        targets = group.get("targets")
+        targets = [str(target) for target in targets] if isinstance(targets, list) else []
+        attention = len(targets) == 1 and targets[0].endswith("Attention")
+        if not attention and not (targets and group.get("weights")):
+            yield Finding(
+                "config.group", "error",
+                f"group `{name}` has no weights and does not target one attention class: vLLM "
+                "fails to parse it",
+                file="config.json", expected="`targets` and `weights`", found=repr(group),
+            )  # fmt: skip

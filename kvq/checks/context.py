@@ -10,6 +10,7 @@ from kvq.checkpoint import CheckpointView
 from kvq.checks.findings import Finding
 from kvq.dialects.base import FoundScale
 from kvq.geometry import Geometry
+from kvq.provenance import Provenance
 
 SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 
@@ -22,7 +23,7 @@ class Context:
     geometry: Geometry
     scales: tuple[FoundScale, ...]
     values: dict[str, np.ndarray]
-    provenance: dict[str, Any] | None = None
+    provenance: Provenance | None = None
     reference: dict[str, list[float]] | None = None
     rtol: float = 0.0
     by_layer: dict[tuple[int, str], FoundScale] = field(default_factory=dict)
@@ -45,6 +46,4 @@ def file_of(context: Context, tensor: str) -> str:
 
 def kv_cache_scheme(context: Context) -> dict[str, Any]:
     """Return the declared cache scheme, empty if there is none."""
-    config = context.view.quantization_config or {}
-    scheme = config.get("kv_cache_scheme")
-    return scheme if isinstance(scheme, dict) else {}
+    return dict(context.view.kv_cache_scheme)

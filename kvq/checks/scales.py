@@ -1,6 +1,7 @@
 """Rules about the scales themselves: present, shaped, plausible, calibrated, as expected."""
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,7 @@ from kvq.checkpoint import weight_fingerprint
 from kvq.checks.context import SUFFIXES, Context, file_of, kv_cache_scheme, rule
 from kvq.checks.findings import Finding
 from kvq.dialects.base import FoundScale
+from kvq.formats import FP8_E4M3, get_format
 
 SMALLEST, LARGEST = 1e-6, 1e3
 ACCEPTED_DTYPES = ("F32", "F64", "BF16", "F16")
@@ -73,47 +75,122 @@ def finite_positive_plausible(context: Context) -> Iterator[Finding]:
             break
 
 
+# Leaves that weight quantization puts under an attention path; all others must be known scales.
+_WEIGHT_LEAF = re.compile(
+    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?$|pre_quant_scale$"
+)
+_SCALE_LEAF = re.compile(r"scale|zero_point")
+
+
 @rule
 def no_stray_scales(context: Context) -> Iterator[Finding]:
     """Every scale tensor belongs to a layer with a KV cache, under the expected name."""
     known = {scale.tensor for scale in context.scales}
+    attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
-        if tensor.endswith(SUFFIXES) and tensor not in known:
+        below = any(tensor.startswith(f"{path}.") for path in _parents(tensor) & attentions)
+        leaf = tensor.rpartition(".")[2]
+        suspect = tensor.endswith(SUFFIXES) or (
+            below and _SCALE_LEAF.search(leaf) and not _WEIGHT_LEAF.fullmatch(leaf)
+        )
+        if suspect and tensor not in known and not _zero(context, tensor, leaf):
             yield Finding(
-                "scale.stray", "error", f"`{tensor}` belongs to no attention layer of the config",
+                "scale.stray", "error", f"`{tensor}` is no scale that engines take from this layer",
                 tensor=tensor, file=file_of(context, tensor),
                 expected="`<attention>.k_scale`, `.v_scale` or `.q_scale`", found=tensor,
             )  # fmt: skip
 
 
-@rule
-def looks_calibrated(context: Context) -> Iterator[Finding]:
-    """Not all values are 1.0 or equal, unless the provenance says that was meant."""
-    per_tensor = {s.tensor: context.values[s.tensor] for s in context.scales
-                  if s.tensor in context.values and not _constant(context, s)}  # fmt: skip
-    numbers = [float(v) for values in per_tensor.values() for v in values.ravel()]
-    if len(numbers) < 2 or len(set(numbers)) > 1:
-        return
-    code = "scale.all_one" if numbers[0] == 1.0 else "scale.all_equal"
-    yield Finding(
-        code,
-        "error",
-        f"all {len(numbers)} scales are {numbers[0]!r}: this looks uncalibrated",
-        expected="different values, or a recorded constant",
-        found=repr(numbers[0]),
+def _parents(tensor: str) -> set[str]:
+    parts = tensor.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
+
+
+def _zero(context: Context, tensor: str, leaf: str) -> bool:
+    """Whether a tensor is a zero point that changes nothing."""
+    return leaf in ("k_zero_point", "v_zero_point", "q_zero_point") and not np.any(
+        context.view.read(tensor)
     )
 
 
+@rule
+def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
+    """A query scale in some layers leaves 1.0 in the others."""
+    have = {scale.layer_idx for scale in context.scales if scale.side == "q"}
+    for layer in context.geometry.layers:
+        if have and layer.layer_idx not in have:
+            yield Finding(
+                "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
+                layer.layer_idx, f"{layer.attention}.q_scale",
+                expected="a scale tensor", found="none",
+            )  # fmt: skip
+
+
+@rule
+def looks_calibrated(context: Context) -> Iterator[Finding]:
+    """Neither K nor V is one number throughout, unless the provenance says that was meant."""
+    for side in ("k", "v"):
+        scales = [s for s in context.scales if s.side == side and not _constant(context, s)]
+        numbers = [float(v) for s in scales for v in context.values.get(s.tensor, _NONE).ravel()]
+        if len(numbers) > 1 and len(set(numbers)) == 1:
+            code = "scale.all_one" if numbers[0] == 1.0 else "scale.all_equal"
+            yield Finding(
+                code, "error",
+                f"all {len(numbers)} {side} scales are {numbers[0]!r}: this looks uncalibrated",
+                expected="different values, or a recorded constant", found=repr(numbers[0]),
+            )  # fmt: skip
+        elif context.provenance is None and 1.0 in numbers:
+            yield Finding(
+                "scale.one", "warning", f"a {side} scale is exactly 1.0: it may be a lost one",
+                expected="a calibrated value", found="1.0",
+            )  # fmt: skip
+
+
+_NONE = np.zeros(0)
+
+
 def _constant(context: Context, scale: FoundScale) -> bool:
+    return _status(context, scale) == "constant"
+
+
+def _status(context: Context, scale: FoundScale) -> str | None:
+    if context.provenance is None:
+        return None
     attention = scale.tensor.rpartition(".")[0]
-    status = (context.provenance or {}).get("status", {}).get(attention, {})
-    return bool(status.get(scale.side) == "constant")
+    return context.provenance.status.get(attention, {}).get(scale.side)
+
+
+@rule
+def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
+    """Each scale is the one that the recorded amax gives: not inverted, swapped, lost or moved."""
+    provenance = context.provenance
+    if provenance is None:
+        return
+    number_format = get_format(provenance.format)
+    for scale in context.scales:
+        attention = scale.tensor.rpartition(".")[0]
+        amax = provenance.amax.get(f"{attention}.{scale.side}_bmm_quantizer")
+        status = _status(context, scale)
+        found = [float(v) for v in context.values.get(scale.tensor, _NONE).ravel()]
+        if status is None or not amax:
+            expected = None
+        elif status == "constant":
+            expected = [number_format.scale(FP8_E4M3.element.max)] * len(found)
+        else:
+            per_head = provenance.granularity == "head"
+            expected = [number_format.scale(a) for a in (amax if per_head else [max(amax)])]
+        if expected != found:
+            yield Finding(
+                "provenance.scale", "error", f"`{scale.tensor}` does not follow from its amax",
+                scale.layer_idx, scale.tensor, file_of(context, scale.tensor),
+                _short(expected), _short(found),
+            )  # fmt: skip
 
 
 @rule
 def weights_unchanged(context: Context) -> Iterator[Finding]:
     """The weights are those that were calibrated, if the provenance says which."""
-    expected = (context.provenance or {}).get("weight_fingerprint")
+    expected = None if context.provenance is None else context.provenance.weight_fingerprint
     if expected is None:
         return
     found = weight_fingerprint(context.view)

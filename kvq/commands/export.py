@@ -1,5 +1,6 @@
 """`kvq export`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -32,9 +33,10 @@ def export(
     """Write a checkpoint with KV scales; weights are linked, never rewritten."""
     from kvq.pipeline.export import plan_export
     from kvq.pipeline.locate import locate
-    from kvq.pipeline.write import write_export
+    from kvq.pipeline.write import check_output, write_export
 
     root = locate(model)
+    check_output(out, overwrite=overwrite, link=link, inputs=[root, scales])
     plan = plan_export(root, scales, kv_cfg=kv_cfg, granularity=granularity, dialect=dialect)
     notices = plan.notices
     if not dry_run:
@@ -54,6 +56,6 @@ def export(
         f"{verb} {out}: {len(plan.tensors)} {plan.scales.format} scales per {per} in "
         f"{plan.scale_shard}"
     )
-    console.answer(f"serve it with: vllm serve {out}")
+    console.answer(f"serve it with: vllm serve {shlex.quote(str(out))}")
     if plan.scales.granularity == "head":
         console.warning("vLLM runs per-head scales only with FlashAttention 3 on Hopper GPUs")

@@ -36,6 +36,8 @@ def verify(
         raise InputError(
             f"unknown --report `{report}`; known: {', '.join(FORMS)}", code="option.report"
         )
+    if json and report not in ("human", "json"):
+        raise InputError(f"--json contradicts --report {report}", code="option.report")
     found = run(checkpoint, against=against, rtol=rtol)
     console.report(found, form="json" if json else report, strict=strict)
     if not found.ok(strict=strict):

@@ -97,7 +97,19 @@ def _base_config(view: CheckpointView) -> dict[str, Any]:
         }
     if base.get("quant_method") != "compressed-tensors":
         raise _other_method(str(base.get("quant_method")))
-    return {"config_groups": {}, **base}
+    if view.quantization_config_place != "quantization_config":
+        raise DialectError(
+            f"the checkpoint declares its quantization under `{view.quantization_config_place}`; "
+            "one written at the top level would hide it",
+            code="dialect.base_place",
+            hint="move it to the top level of config.json first",
+        )
+    groups = base.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise DialectError(
+            "`config_groups` of the checkpoint is not an object of objects", code="dialect.base"
+        )
+    return {**base, "config_groups": groups, "quantization_status": "compressed"}
 
 
 def _other_method(method: str) -> DialectError:

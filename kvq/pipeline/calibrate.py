@@ -11,11 +11,17 @@ import numpy as np
 import kvq
 from kvq.calibration.batches import describe_plan, plan_batches
 from kvq.calibration.data import CalibrationData, DataOptions, load
-from kvq.checkpoint import CheckpointView, config_digest, open_checkpoint, weight_fingerprint
+from kvq.checkpoint import (
+    SINGLE_NAME,
+    CheckpointView,
+    config_digest,
+    open_checkpoint,
+    weight_fingerprint,
+)
 from kvq.configs import QuantConfig, get_config, resolve
 from kvq.errors import InputError
 from kvq.files import check_target
-from kvq.geometry import Geometry, read_geometry, text_config
+from kvq.geometry import Geometry, count, read_geometry, text_config
 from kvq.pipeline.locate import locate
 from kvq.quantizers import KEY, QUERY, VALUE
 from kvq.state import Calibration, LayerStats, write_calibration
@@ -54,17 +60,17 @@ def calibrate(
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
-    check_target(target, overwrite=options.overwrite)
+    root = locate(model)
+    check_target(target, overwrite=options.overwrite, inputs=[root])
     entries = get_config(options.kv_cfg)
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(
             f"--batch-size is {options.batch_size}, expected at least 1 or `auto`",
             code="option.batch_size",
         )
-    root = locate(model)
     view = open_checkpoint(root)
     geometry = read_geometry(view.config, view.tensors)
-    _check_cached_layers(geometry)
+    _check_observable(view, geometry)
     data = _load_data(root, view, options)
     for notice in data.notices:
         notify(notice)
@@ -73,7 +79,23 @@ def calibrate(
     return calibration
 
 
-def _check_cached_layers(geometry: Geometry) -> None:
+def _check_observable(view: CheckpointView, geometry: Geometry) -> None:
+    """Refuse checkpoints of which transformers would run something else than the files say."""
+    attention_groups = [g for g in view.config_groups.values() if not g.get("weights")]
+    if view.kv_cache_scheme or attention_groups:
+        raise InputError(
+            "the checkpoint already quantizes its cache: transformers would run it quantized, and "
+            "the maxima would be those of rounded values",
+            code="calibrate.quantized_cache",
+            hint="calibrate the checkpoint it was made from",
+        )
+    if SINGLE_NAME in view.files and view.loaded_files != (SINGLE_NAME,):
+        raise InputError(
+            f"`{SINGLE_NAME}` lies beside other shards: transformers would read it alone, engines "
+            "the others",
+            code="calibrate.single_and_shards",
+            hint="keep one of the two",
+        )
     if not geometry.layers:
         raise InputError(
             f"`{geometry.architecture}` has no layer that keeps keys and values",
@@ -92,8 +114,8 @@ def _load_data(root: Path, view: CheckpointView, options: CalibrateOptions) -> C
     return load(
         options.data,
         tokenizer,
-        max_length=text.get("max_position_embeddings"),
-        vocab_size=text["vocab_size"],
+        max_length=count(text, "max_position_embeddings", default=None),
+        vocab_size=count(text, "vocab_size"),
     )
 
 
@@ -114,7 +136,9 @@ def _observe(
         loaded = load_model(
             root, dict(view.config), device=options.device, dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
+            attentions=[layer.attention for layer in geometry.layers],
         )  # fmt: skip
+        modules = module_list(loaded, [layer.attention for layer in geometry.layers])
         sequences = [sequence.token_ids for sequence in data.sequences]
         longest = max(len(sequence) for sequence in sequences)
         batch_size = options.batch_size or max(
@@ -144,7 +168,7 @@ def _observe(
         kv_cfg=options.kv_cfg,
         layers=tuple(layers),
         quantizers=quantizers,
-        modules=module_list(loaded.model),
+        modules=modules,
         model=_model_identity(view, geometry, loaded),
         data=data.identity,
         run={

@@ -20,11 +20,13 @@ from kvq.configs import get_config, with_granularity
 from kvq.dialects import get_dialect
 from kvq.dialects.base import DialectPlan
 from kvq.errors import CheckpointError
+from kvq.files import MARKER
 from kvq.geometry import read_geometry
+from kvq.quantizers import QUERY
 from kvq.scales import ScaleSet, compute_scales
 from kvq.state import Calibration, read_calibration
 
-_REPLACED = ("hf_quant_config.json", INDEX_NAME, CONFIG_NAME)
+_REPLACED = (MARKER, "hf_quant_config.json", INDEX_NAME, CONFIG_NAME)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,17 @@ def check_same_model(calibration: Calibration, view: CheckpointView) -> None:
             code="export.layers",
             hint="calibrate this model",
         )
+    for layer, stats in zip(geometry.layers, calibration.layers, strict=True):
+        for quantizer, amax in stats.amax.items():
+            query = quantizer == QUERY
+            heads = layer.num_attention_heads if query else layer.num_key_value_heads
+            if amax.size != heads:
+                raise CheckpointError(
+                    f"`{quantizer}` of layer {layer.layer_idx} has statistics of {amax.size} "
+                    f"heads, the checkpoint has {heads}",
+                    code="export.heads",
+                    hint="calibrate this model",
+                )
     fingerprint = weight_fingerprint(view)
     if calibration.model["weight_fingerprint"] != fingerprint:
         raise CheckpointError(

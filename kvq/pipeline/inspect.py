@@ -1,6 +1,8 @@
 """Describe a calibration or a checkpoint: tree, per-layer table, one sentence."""
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -8,18 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from kvq.checkpoint import CheckpointView, open_checkpoint
+from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
 from kvq.dialects.compressed_tensors import CompressedTensors
 from kvq.errors import CalibrationError
 from kvq.formats import FP8_E4M3
 from kvq.geometry import Geometry, read_geometry
-from kvq.pipeline.verify import read_provenance
+from kvq.provenance import read_provenance
 from kvq.quantizers import QuantizerConfig
 from kvq.scales import SHORT, compute_scales
 from kvq.state import Calibration, Module, is_calibration, read_calibration
 from kvq.tree import attention_lines, calibration_tree, render_tree
 
+OTHER_SPELLINGS = re.compile(
+    r"\.(k_proj|qkv_proj|attn|kv_b_proj)\.k_scale$|\.v_proj\.v_scale$|\.[kv]_proj\.output_scale$"
+    r"|\.kv_scale$|\.[kv]_cache\.scale$"
+)
 OUTLIER_RATIO = 20.0  # times the median of the layers
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 QUANTIZER = {short: name for name, short in SHORT.items()}
@@ -49,9 +55,10 @@ class Inspection:
     def scales(self) -> dict[str, Any]:
         """Return the scales document that `verify --against` reads."""
         named = {
-            f"{row.attention}.{side}_scale": values[0] if len(values) == 1 else list(values)
+            f"{row.attention}.{side}_scale": numbers[0] if len(numbers) == 1 else numbers
             for row in self.rows
             for side, values in row.scale.items()
+            for numbers in [_json_numbers(values)]
         }
         return {"schema": 1, "scales": named}
 
@@ -66,8 +73,8 @@ class Inspection:
                 {
                     "layer_idx": row.layer_idx,
                     "attention": row.attention,
-                    "amax": dict(row.amax),
-                    "scale": {side: list(values) for side, values in row.scale.items()},
+                    "amax": {side: _json_numbers([value])[0] for side, value in row.amax.items()},
+                    "scale": {side: _json_numbers(values) for side, values in row.scale.items()},
                     "tokens": row.tokens,
                     "flags": list(row.flags),
                 }
@@ -131,8 +138,8 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
     if not view.config:
         return _inspect_file(view)
     geometry = read_geometry(view.config, view.tensors)
-    provenance = read_provenance(view) or {}
     found = {(s.layer_idx, s.side): s.tensor for s in CompressedTensors().find(view, geometry)}
+    provenance = read_provenance(view, found.values())
     rows = []
     for layer in geometry.layers:
         scale = {
@@ -140,16 +147,13 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
             for side in ("q", "k", "v")
             if (layer.layer_idx, side) in found
         }
-        recorded = provenance.get("amax", {})
-        amax = {
-            side: max(recorded.get(f"{layer.attention}.{QUANTIZER[side]}",
-                                   [FP8_E4M3.amax(value) for value in values]))
-            for side, values in scale.items()
-        }  # fmt: skip
-        tokens = provenance.get("tokens", {}).get(layer.attention)
+        amax = {side: FP8_E4M3.amax(max(values)) for side, values in scale.items() if values}
+        tokens = provenance.tokens.get(layer.attention) if provenance else None
         rows.append(LayerRow(layer.layer_idx, layer.attention, amax, scale, tokens, ()))
     flagged = _flagged(rows)
-    tree = _attention_trees(view, geometry, flagged, provenance.get("attention_class"))
+    tree = _attention_trees(
+        view, geometry, flagged, provenance.attention_class if provenance else None
+    )
     return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))
 
 
@@ -158,15 +162,14 @@ def _attention_trees(
 ) -> str:
     family = geometry.architecture.removesuffix("ForCausalLM")
     name = recorded or f"{family}Attention [derived name]"
-    config = view.quantization_config or {}
-    strategy = (config.get("kv_cache_scheme") or {}).get("strategy")
-    granularity = "head" if strategy == "attn_head" else "tensor"
+    granularity = "head" if view.kv_cache_scheme.get("strategy") == "attn_head" else "tensor"
     quantizer = QuantizerConfig("fp8_e4m3", granularity)
     parts = []
     for row in rows:
         amax = {
             QUANTIZER[side]: (quantizer, np.array([FP8_E4M3.amax(value) for value in values]))
             for side, values in row.scale.items()
+            if values
         }
         path, _, leaf = row.attention.rpartition(".")
         lines = {
@@ -182,13 +185,19 @@ def _attention_trees(
 def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...]) -> str:
     config = view.quantization_config or {}
     pairs = sum(1 for row in rows if "k" in row.scale and "v" in row.scale)
-    groups = config.get("config_groups") or {}
-    weights = config.get("format") if any(g.get("weights") for g in groups.values()) else None
+    quantized = any(group.get("weights") for group in view.config_groups.values())
+    method = config.get("quant_method")
+    weights = config.get("format") if quantized else None
+    if method not in (None, "compressed-tensors"):
+        weights = method
     dtype = str(view.config.get("dtype") or view.config.get("torch_dtype") or "unknown")
     weights = weights or SHORT_DTYPE.get(dtype, dtype)
     skipped = geometry.uncached
     without = f"; {len(skipped)} layers keep no KV cache" if skipped else ""
-    if pairs == 0:
+    others = [name for name in view.tensors if OTHER_SPELLINGS.search(name)]
+    if pairs == 0 and others:
+        kv = f"KV scales: {len(others)} under names this version does not read (`{min(others)}`)"
+    elif pairs == 0:
         kv = "KV scales: none; an fp8 cache would run at scale 1.0"
     else:
         kv = f"KV scales: fp8, {pairs} of {len(geometry.layers)} layers"
@@ -196,14 +205,28 @@ def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...
 
 
 def _inspect_file(view: CheckpointView) -> Inspection:
-    names = [name for name in sorted(view.tensors) if name.endswith((".k_scale", ".v_scale"))]
+    scales = [name for name in view.tensors if _FILE_SCALE.search(name)]
     rows: dict[str, dict[str, tuple[float, ...]]] = {}
-    for name in names:
+    for name in sorted(scales, key=natural_key):
         attention, _, leaf = name.rpartition(".")
-        rows.setdefault(attention, {})[leaf[0]] = tuple(float(v) for v in view.read(name).ravel())
+        values = tuple(float(v) for v in view.read(name).ravel())
+        rows.setdefault(attention, {})[leaf[0]] = values
     table = tuple(
-        LayerRow(i, attention, {}, scale, None, ()) for i, (attention, scale) in
-        enumerate(rows.items())
-    )  # fmt: skip
-    summary = f"{len(view.tensors)} tensors, {len(names)} KV scales (no config.json beside it)"
+        LayerRow(_layer_number(attention), attention, {}, scale, None, ())
+        for attention, scale in rows.items()
+    )
+    summary = f"{len(view.tensors)} tensors, {len(scales)} KV scales (no config.json beside it)"
     return Inspection("file", "", table, summary)
+
+
+_FILE_SCALE = re.compile(r"\.[qkv]_scale$")
+
+
+def _layer_number(attention: str) -> int:
+    numbers = re.findall(r"\.(\d+)\.", attention)
+    return int(numbers[0]) if numbers else -1
+
+
+def _json_numbers(values: Iterable[float]) -> list[float | str]:
+    """Return numbers as JSON has them; NaN and infinity, which it has not, as text."""
+    return [value if math.isfinite(value) else repr(value) for value in values]

@@ -1,8 +1,8 @@
 """Verify a checkpoint's KV scales from its files alone."""
 
-import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -10,13 +10,17 @@ from kvq.checkpoint import CheckpointView, open_checkpoint
 from kvq.checks import RULES
 from kvq.checks.context import Context
 from kvq.checks.findings import Finding, Report
-from kvq.configs import as_fp8, get_config
+from kvq.configs import KV, Q, QuantizerEntry
+from kvq.dialects.base import FoundScale
 from kvq.dialects.compressed_tensors import CompressedTensors
 from kvq.errors import CheckpointError, InputError
 from kvq.files import read_json
+from kvq.formats import FP8_E4M3
 from kvq.geometry import read_geometry
+from kvq.provenance import Provenance, read_provenance
+from kvq.quantizers import QuantizerConfig
 from kvq.scales import compute_scales
-from kvq.state import is_calibration, read_calibration
+from kvq.state import Calibration, is_calibration, read_calibration
 
 
 def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Report:
@@ -25,8 +29,8 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
     Raises:
         KvqError: no answer is possible: unreadable files, an unsupported model, no checks.
     """
-    if rtol < 0:
-        raise InputError(f"--rtol is {rtol}, expected >= 0", code="option.rtol")
+    if not 0 <= rtol < math.inf:
+        raise InputError(f"--rtol is {rtol}, expected a number >= 0", code="option.rtol")
     view = open_checkpoint(path)
     if not view.config:
         raise InputError(
@@ -35,14 +39,15 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
         )
     geometry = read_geometry(view.config, view.tensors)
     scales = CompressedTensors().find(view, geometry)
+    provenance = read_provenance(view, [scale.tensor for scale in scales])
     values, unreadable = _read_values(view, [scale.tensor for scale in scales])
     context = Context(
         view=view,
         geometry=geometry,
         scales=scales,
         values=values,
-        provenance=read_provenance(view),
-        reference=None if against is None else read_reference(against, _granularity(view)),
+        provenance=provenance,
+        reference=None if against is None else read_reference(against, view, scales, provenance),
         rtol=rtol,
         by_layer={(scale.layer_idx, scale.side): scale for scale in scales},
     )
@@ -64,49 +69,51 @@ def _read_values(
     return values, findings
 
 
-def read_provenance(view: CheckpointView) -> dict[str, Any] | None:
-    """Return what kvq recorded in the added shard, if the checkpoint has it."""
-    for name in view.loaded_files:
-        text = view.files[name].metadata.get("kvq")
-        if text is None:
-            continue
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise CheckpointError(
-                f"the kvq metadata of `{name}` is not JSON", code="provenance.invalid"
-            ) from error
-        return found if isinstance(found, dict) else None
-    return None
-
-
-def _granularity(view: CheckpointView) -> str:
-    scheme = (view.quantization_config or {}).get("kv_cache_scheme")
-    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
-    return "head" if per_head else "tensor"
-
-
-def read_reference(path: Path, granularity: str) -> dict[str, list[float]]:
+def read_reference(
+    path: Path, view: CheckpointView, scales: Sequence[FoundScale], provenance: Provenance | None
+) -> dict[str, list[float]]:
     """Return tensor name → values from a calibration, a checkpoint or a scales JSON file.
 
-    A calibration holds amax per head; `granularity` says which scales to derive from it.
+    A calibration holds amax per head; the checkpoint in question says which scales to derive from
+    it: per tensor or head, with or without the query, constant where its provenance says so.
     """
     if path.is_file() and path.suffix == ".json":
         return _reference_json(path)
     if path.is_dir() and is_calibration(path):
-        calibration = read_calibration(path)
-        entries = as_fp8(get_config(calibration.kv_cfg), granularity)
-        return {
-            f"{layer.attention}.{side}_scale": list(values)
-            for layer in compute_scales(calibration, entries).layers
-            for side, values in layer.scales.items()
-        }
+        return _reference_calibration(read_calibration(path), view, scales, provenance)
     view = open_checkpoint(path)
     geometry = read_geometry(view.config, view.tensors)
     found = CompressedTensors().find(view, geometry)
     if not found:
         raise InputError(f"the reference `{path}` holds no scales", code="reference.no_scales")
     return {s.tensor: [float(v) for v in view.read(s.tensor).ravel()] for s in found}
+
+
+def _reference_calibration(
+    calibration: Calibration,
+    view: CheckpointView,
+    scales: Sequence[FoundScale],
+    provenance: Provenance | None,
+) -> dict[str, list[float]]:
+    per_head = view.kv_cache_scheme.get("strategy") == "attn_head"
+    queries = any(scale.side == "q" for scale in scales)
+    entries = (
+        QuantizerEntry(
+            KV + Q if queries else KV,
+            QuantizerConfig("fp8_e4m3", "head" if per_head else "tensor"),
+        ),
+    )
+    derived = {
+        (layer.attention, side): list(values)
+        for layer in compute_scales(calibration, entries).layers
+        for side, values in layer.scales.items()
+    }
+    for attention, sides in (provenance.status if provenance else {}).items():
+        for side, status in sides.items():
+            if status == "constant" and (attention, side) in derived:
+                constant = FP8_E4M3.scale(FP8_E4M3.element.max)
+                derived[attention, side] = [constant] * len(derived[attention, side])
+    return {f"{attention}.{side}_scale": values for (attention, side), values in derived.items()}
 
 
 def _reference_json(path: Path) -> dict[str, list[float]]:
@@ -121,7 +128,7 @@ def _reference_json(path: Path) -> dict[str, list[float]]:
         )
     values = {name: value if isinstance(value, list) else [value] for name, value in scales.items()}
     for name, numbers in values.items():
-        if not all(type(number) in (int, float) for number in numbers):
+        if not all(type(number) in (int, float) and abs(number) < 1e38 for number in numbers):
             raise InputError(
                 f"`{name}` in `{path}` is not a number or a list of numbers",
                 code="reference.invalid",

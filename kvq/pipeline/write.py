@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,17 @@ from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, open_checkpoint
 from kvq.errors import DialectError, InputError
 from kvq.files import check_target, new_folder, write_json
 from kvq.pipeline.export import ExportPlan
+from kvq.pipeline.verify import verify
 from kvq.tensorfile import copy_without, write_float32
 
 LINKS = ("auto", "hard", "copy", "symbolic")
+
+
+def check_output(target: Path, *, overwrite: bool, link: str, inputs: Iterable[Path]) -> None:
+    """Refuse a target or link kind that `write_export` could not use; writes nothing."""
+    if link not in LINKS:
+        raise InputError(f"unknown --link `{link}`; known: {', '.join(LINKS)}", code="option.link")
+    check_target(target, overwrite=overwrite, inputs=inputs)
 
 
 def write_export(
@@ -21,15 +30,8 @@ def write_export(
     """Apply a plan; returns notices about how shards were linked.
 
     Raises:
-        InputError: the target exists, or is the source itself.
+        DialectError: what was written does not read back as planned, or does not verify.
     """
-    if link not in LINKS:
-        raise InputError(f"unknown --link `{link}`; known: {', '.join(LINKS)}", code="option.link")
-    if target.exists() and target.resolve() == model.resolve():
-        raise InputError(
-            "the target is the source checkpoint", code="export.in_place", hint="another -o"
-        )
-    check_target(target, overwrite=overwrite)
     view = open_checkpoint(model)
     used: set[str] = set()
     with new_folder(target, overwrite=overwrite) as folder:
@@ -90,10 +92,16 @@ def _reflink(source: Path, target: Path) -> bool:
 
 
 def _reread(folder: Path, plan: ExportPlan) -> None:
-    """Open what was written and compare it with what was meant."""
+    """Open what was written, compare it with what was meant, and run every rule of verify."""
     view = open_checkpoint(folder)
     for name, meant in plan.tensors.items():
         if not np.array_equal(view.read(name), meant):
             raise DialectError(f"`{name}` reads back differently", code="export.reread")
-    if set(view.tensors) != set(plan.weight_map):
-        raise DialectError("the tensors written are not those planned", code="export.reread")
+    if set(view.tensors) != set(plan.weight_map) or view.config != plan.config:
+        raise DialectError("what was written is not what was planned", code="export.reread")
+    wrong = [finding for finding in verify(folder).findings if finding.severity == "error"]
+    if wrong:
+        raise DialectError(
+            f"the result would not verify: {wrong[0].message} ({len(wrong)} findings in all)",
+            code="export.verify",
+        )

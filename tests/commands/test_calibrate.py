@@ -294,3 +294,36 @@ def test_remote_code_is_not_run_unless_asked(kvq, checkpoints, rows, tmp_path):
         "calibrate", model, "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"
     )
     assert (result.code, result.json["error"]["code"]) == (2, "model.remote_code")
+
+
+def test_a_checkpoint_that_quantizes_its_cache_is_not_calibrated(kvq, exported, rows, tmp_path):
+    checkpoint = exported()
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "again", "--json"]
+    result = kvq("calibrate", checkpoint, *argv)
+    assert (result.code, result.json["error"]["code"]) == (2, "calibrate.quantized_cache")
+
+
+def test_a_single_file_beside_shards_is_ambiguous(kvq, tmp_path, rows):
+    from tests.models import build
+
+    build("llama").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    build("llama").save_pretrained(tmp_path / "one")
+    single = (tmp_path / "one" / "model.safetensors").read_bytes()
+    (tmp_path / "model" / "model.safetensors").write_bytes(single)
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq("calibrate", tmp_path / "model", *argv)
+    assert (result.code, result.json["error"]["code"]) == (2, "calibrate.single_and_shards")
+
+
+def test_attention_tensors_that_transformers_ignores_are_refused(kvq, checkpoints, rows, tmp_path):
+    from safetensors.torch import load_file as load
+    from safetensors.torch import save_file
+
+    tensors = load(checkpoints("llama") / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.bias"] = torch.ones(16, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq("calibrate", tmp_path, *argv)
+    assert (result.code, result.json["error"]["code"]) == (2, "model.unused_tensors")
+    assert "`model.layers.0.self_attn.k_proj.bias`" in result.json["error"]["message"]

@@ -14,7 +14,7 @@ SCHEME = {"dynamic": False, "group_size": None, "num_bits": 8, "strategy": "tens
           "symmetric": True, "type": "float"}  # fmt: skip
 
 
-def amax(calibration):
+def observed(calibration):
     return load_file(calibration / "calibration.safetensors")
 
 
@@ -26,12 +26,12 @@ def test_scales_are_amax_over_448_in_float32_of_shape_1(calibrated, exported):
     checkpoint = exported()
     _, calibration = calibrated()
     scales = load_file(scale_shard(checkpoint))
-    observed = amax(calibration)
+    amax = observed(calibration)
     assert len(scales) == 4
     for layer in (0, 1):
         for side in "kv":
             scale = scales[f"model.layers.{layer}.self_attn.{side}_scale"]
-            per_head = observed[f"model.layers.{layer}.self_attn.{side}_bmm_quantizer._amax"]
+            per_head = amax[f"model.layers.{layer}.self_attn.{side}_bmm_quantizer._amax"]
             assert (scale.dtype, scale.shape) == (np.float32, (1,))
             assert scale[0] == per_head.max() / np.float32(448)
 
@@ -105,8 +105,8 @@ def test_provenance_travels_in_the_added_shard(exported, calibrated):
         recorded = json.loads(opened.metadata()["kvq"])
     assert recorded["attention_class"] == "LlamaAttention"
     assert recorded["status"]["model.layers.1.self_attn"] == {"k": "calibrated", "v": "calibrated"}
-    observed = amax(calibration)["model.layers.0.self_attn.k_bmm_quantizer._amax"]
-    assert recorded["amax"]["model.layers.0.self_attn.k_bmm_quantizer"] == observed.tolist()
+    amax = observed(calibration)["model.layers.0.self_attn.k_bmm_quantizer._amax"]
+    assert recorded["amax"]["model.layers.0.self_attn.k_bmm_quantizer"] == amax.tolist()
 
 
 def test_exporting_onto_an_export_replaces_the_old_scales(kvq, exported, calibrated, tmp_path):
@@ -242,13 +242,37 @@ def test_a_dead_head_is_an_error_that_names_layer_and_quantizer(kvq, tmp_path, r
 def test_overwrite_replaces_the_whole_folder(kvq, calibrated, tmp_path):
     model, calibration = calibrated()
     target = tmp_path / "out"
-    target.mkdir()
+    assert kvq("export", model, "--scales", calibration, "-o", target).code == 0
     (target / "stale").write_text("stale")
     assert kvq("export", model, "--scales", calibration, "-o", target).code == 2
     result = kvq("export", model, "--scales", calibration, "-o", target, "--overwrite")
     assert result.code == 0, result.err
     assert not (target / "stale").exists()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_overwrite_never_costs_an_input_or_a_folder_of_someone_else(kvq, calibrated, tmp_path):
+    source, calibration = calibrated()
+    model = tmp_path / "models" / "model"
+    shutil.copytree(source, model)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis").write_text("thesis")
+    (tmp_path / "link").symlink_to(theirs)
+    for target, code in (
+        (model, "output.holds_input"),
+        (tmp_path / "models", "output.holds_input"),
+        (calibration, "output.holds_input"),
+        (theirs, "output.foreign"),
+        (tmp_path / "link", "output.invalid"),
+        ("..", "output.invalid"),
+        (tmp_path / "no" / "parent", "output.no_parent"),
+    ):
+        for extra in ([], ["--dry-run"]):
+            argv = ["--scales", calibration, "-o", target, "--overwrite", "--json", *extra]
+            result = kvq("export", model, *argv)
+            assert (result.code, result.json["error"]["code"]) == (2, code), target
+    assert (theirs / "thesis").read_text() == "thesis"
 
 
 KILLED = """
@@ -303,3 +327,72 @@ def test_links_share_the_source_and_copies_do_not(kvq, calibrated, tmp_path):
         assert os.path.samefile(first, source) == (link != "copy")
         assert first.is_symlink() == (link == "symbolic")
         assert ("weight shards are hard links" in result.err) == (link == "hard")
+
+
+@pytest.mark.parametrize("place", ["text_config", "compression_config", "list", "groups"])
+def test_a_base_that_hides_its_quantization_elsewhere_is_refused(kvq, calibrated, tmp_path, place):
+    model, calibration = calibrated()
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    config = json.loads((source / "config.json").read_text())
+    own = {"quant_method": "compressed-tensors", "config_groups": {}}
+    if place == "text_config":
+        config = {"architectures": config["architectures"],
+                  "text_config": config | {"quantization_config": own}}  # fmt: skip
+    elif place == "groups":
+        config["quantization_config"] = own | {"config_groups": [1]}
+    else:
+        key = "quantization_config" if place == "list" else place
+        config[key] = [own] if place == "list" else own
+    (source / "config.json").write_text(json.dumps(config))
+    result = kvq("export", source, "--scales", calibration, "-o", tmp_path / "out", "--json")
+    assert result.code == 2
+    assert result.json["error"]["code"] in (
+        "dialect.base_place", "dialect.base", "checkpoint.quantization_config",
+    )  # fmt: skip
+
+
+def test_a_base_that_says_null_or_frozen_comes_out_as_readers_want_it(kvq, calibrated, tmp_path):
+    model, calibration = calibrated()
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": None,
+                                     "quantization_status": "frozen"}  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    result = kvq("export", source, "--scales", calibration, "-o", tmp_path / "out")
+    assert result.code == 0, result.err
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (written["config_groups"], written["quantization_status"]) == ({}, "compressed")
+
+
+def test_stale_provenance_in_a_merged_source_does_not_count(kvq, exported, calibrated, tmp_path):
+    from safetensors.torch import load_file as load
+    from safetensors.torch import save_file
+
+    first = exported()
+    source, calibration = calibrated()
+    merged = tmp_path / "merged"
+    shutil.copytree(source, merged)
+    tensors = {}
+    for shard in sorted(first.glob("*.safetensors")):
+        tensors |= load(shard)
+    record = json.dumps({"weight_fingerprint": "stale"})
+    save_file(tensors, merged / "model.safetensors", {"format": "pt", "kvq": record})
+    result = kvq("export", merged, "--scales", calibration, "-o", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert kvq("verify", tmp_path / "out", "--against", calibration).code == 0
+
+
+@pytest.mark.parametrize("amax", [[-5.0, 1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]], [], [np.nan, 1.0]])
+def test_damaged_statistics_are_refused(kvq, calibrated, tmp_path, amax):
+    from kvq.tensorfile import write_float32
+
+    model, calibration = calibrated()
+    statistics = observed(calibration)
+    statistics["model.layers.1.self_attn.k_bmm_quantizer._amax"] = np.array(amax, np.float32)
+    write_float32(calibration / "calibration.safetensors", statistics, {})
+    argv = ["--scales", calibration, "--granularity", "head", "-o", tmp_path / "o", "--json"]
+    result = kvq("export", model, *argv)
+    assert result.code == 2
+    assert result.json["error"]["code"] in ("calibration.statistic", "export.heads")

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 
@@ -109,3 +110,55 @@ def test_scales_json_is_what_against_reads(kvq, exported):
     scales = kvq("inspect", exported(), "--scales", "--json").json
     assert scales["schema"] == 1
     assert json.dumps(scales["scales"]).count("_scale") == 4
+
+
+def test_a_damaged_scale_is_shown_not_a_crash(kvq, exported):
+    from tests.commands.test_verify import K0, rewrite, set_scale
+
+    checkpoint = exported()
+    rewrite(checkpoint, set_scale(K0, [np.nan]))
+    assert kvq("inspect", checkpoint, "--json").json["layers"][0]["scale"]["k"] == ["nan"]
+    assert kvq("inspect", checkpoint, "--scales", "--json").json["scales"][K0] == "nan"
+    assert kvq("inspect", checkpoint, "--scales").code == 0
+
+
+@pytest.mark.parametrize("scheme", ["FP8", [], {"strategy": 5}, None])
+def test_odd_schemes_are_inspected_without_a_crash(kvq, exported, scheme):
+    checkpoint = exported()
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"].update(kv_cache_scheme=scheme, config_groups=[1])
+    path.write_text(json.dumps(config))
+    assert kvq("inspect", checkpoint).code == 0
+    assert kvq("verify", checkpoint).code == 1
+
+
+def test_scales_under_other_names_are_not_called_absent(kvq, checkpoints, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoints("llama") / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
+    out = kvq("inspect", tmp_path).out
+    assert "1 under names this version does not read (`model.layers.0.self_attn.k_proj" in out
+
+
+def test_a_checkpoint_of_the_bare_decoder_has_its_own_paths_in_the_tree(kvq, rows, tmp_path):
+    from tests.models import build
+
+    model = build("llama", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    path.write_text(json.dumps(config))
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c"]
+    result = kvq("calibrate", tmp_path / "model", *argv)
+    assert result.code == 0, result.err
+    assert result.out.startswith("LlamaModel(")
+    assert result.out.count("QuantLlamaAttention(") == 2
+    argv = ["--scales", tmp_path / "c", "-o", tmp_path / "o"]
+    assert kvq("export", tmp_path / "model", *argv).code == 0
+    scales = kvq("inspect", tmp_path / "o", "--scales", "--json").json["scales"]
+    assert set(scales) == {f"layers.{i}.self_attn.{s}_scale" for i in (0, 1) for s in "kv"}

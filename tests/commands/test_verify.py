@@ -50,13 +50,19 @@ def set_scale(name, value):
         (set_scale(K0, [0.1, 0.2]), "scale.shape", K0),
         (set_scale("model.layers.7.self_attn.k_scale", [0.1]), "scale.stray",
          "model.layers.7.self_attn.k_scale"),
-        (set_scale("model.layers.0.self_attn.k_proj.k_scale", [0.1]), "scale.stray",
-         "model.layers.0.self_attn.k_proj.k_scale"),
+        *[
+            (set_scale(f"model.layers.0.self_attn.{leaf}", [0.1]), "scale.stray",
+             f"model.layers.0.self_attn.{leaf}")
+            for leaf in ("k_proj.k_scale", "k_scales", "k_proj.output_scale", "k_scale_inv",
+                         "k_cache.scale", "k_zero_point", "kv_scale")
+        ],
+        (set_scale("model.layers.0.self_attn.q_scale", [0.1]), "scale.missing",
+         "model.layers.1.self_attn.q_scale"),
     ],
 )  # fmt: skip
 def test_a_wrong_scale_is_found_and_named(kvq, exported, change, code, tensor):
     checkpoint = exported()
-    rewrite(checkpoint, change)
+    rewrite(checkpoint, lambda scales, metadata: (change(scales, metadata), metadata.pop("kvq")))
     result = kvq("verify", checkpoint, "--json")
     assert result.code == 1
     found = {(finding["code"], finding["tensor"]) for finding in result.json["findings"]}
@@ -69,7 +75,10 @@ def test_a_wrong_scale_is_found_and_named(kvq, exported, change, code, tensor):
     [
         (lambda c: c.pop("quantization_config"), "config.missing"),
         (lambda c: c["quantization_config"].pop("kv_cache_scheme"), "config.no_scheme"),
-        (lambda c: c["quantization_config"].pop("config_groups"), "config.groups"),
+        (lambda c: c["quantization_config"].update(config_groups=None), "config.groups"),
+        (lambda c: c["quantization_config"].update(config_groups=[1]), "config.groups"),
+        (lambda c: c["quantization_config"].update(
+            config_groups={"g": {"targets": ["re:.*self_attn"], "weights": None}}), "config.group"),
         (lambda c: c["quantization_config"].update(quant_method="fp8"), "config.quant_method"),
         (lambda c: c["quantization_config"]["kv_cache_scheme"].update(num_bits=4), "config.scheme"),
         (lambda c: c["quantization_config"]["kv_cache_scheme"].update(type="int"), "config.scheme"),
@@ -110,7 +119,83 @@ def test_equal_scales_look_uncalibrated_unless_recorded_as_constant(kvq, exporte
     rewrite(checkpoint, forget)
     result = kvq("verify", checkpoint, "--json")
     expected = "scale.all_one" if value == 1.0 else "scale.all_equal"
-    assert [finding["code"] for finding in result.json["findings"]] == [expected]
+    assert [finding["code"] for finding in result.json["findings"]] == [expected] * 2  # K and V
+
+
+BOTH = [f"model.layers.{i}.self_attn.{s}_scale" for i in (0, 1) for s in "kv"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s, _: s.update({K0: np.ones(1, np.float32)}),
+        lambda s, _: s.update({n: np.ones(1, np.float32) for n in BOTH if "k_" in n}),
+        lambda s, _: s.update({n: s[n] * np.float32(448) for n in BOTH}),
+        lambda s, _: s.update({n: 1 / s[n] for n in BOTH}),
+        lambda s, _: s.update({n: s[n] / np.float32(6) for n in BOTH}),
+        lambda s, _: s.update({K0: s[K0.replace("k_s", "v_s")], K0.replace("k_s", "v_s"): s[K0]}),
+    ],
+    ids=["one", "k lost", "amax", "reciprocal", "2688", "swapped"],
+)
+def test_a_scale_that_does_not_follow_from_its_recorded_amax_is_found(kvq, exported, change):
+    checkpoint = exported()
+    rewrite(checkpoint, change)
+    result = kvq("verify", checkpoint, "--json")
+    assert result.code == 1
+    assert "provenance.scale" in {finding["code"] for finding in result.json["findings"]}
+
+
+def test_a_single_1_without_provenance_is_a_warning(kvq, exported):
+    checkpoint = exported()
+    rewrite(checkpoint, lambda s, m: (s.update({K0: np.ones(1, np.float32)}), m.pop("kvq")))
+    result = kvq("verify", checkpoint, "--json")
+    assert [(f["code"], f["severity"]) for f in result.json["findings"]] == [
+        ("scale.one", "warning")
+    ]
+    assert result.code == 0
+    assert kvq("verify", checkpoint, "--strict").code == 1
+
+
+def test_zero_points_that_change_nothing_are_no_finding(kvq, exported):
+    checkpoint = exported()
+    rewrite(checkpoint, set_scale("model.layers.0.self_attn.k_zero_point", [0.0]))
+    assert kvq("verify", checkpoint).code == 0
+
+
+def test_what_vllm_loads_without_a_word_is_no_error(kvq, exported):
+    checkpoint = exported()
+    edit_config(checkpoint, lambda c: c["quantization_config"]["kv_cache_scheme"].pop("dynamic"))
+    assert kvq("verify", checkpoint, "--strict").code == 0
+    edit_config(checkpoint, lambda c: c["quantization_config"].pop("config_groups"))
+    assert (kvq("verify", checkpoint).code, kvq("verify", checkpoint, "--strict").code) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "record", ["[]", '{"status": []}', "{", '{"amax": ' + "[" * 99999 + "]" * 99999 + "}"],
+    ids=["list", "incomplete", "cut", "deep"],
+)  # fmt: skip
+def test_a_damaged_record_is_one_clear_error(kvq, exported, record):
+    checkpoint = exported()
+    rewrite(checkpoint, lambda _, metadata: metadata.update(kvq=record))
+    for command in ("verify", "inspect"):
+        result = kvq(command, checkpoint, "--json")
+        assert result.code == 2
+        assert result.json["error"]["code"].startswith(("provenance.", "json."))
+
+
+@pytest.mark.parametrize(
+    ("made", "written"),
+    [("FP8_ATTN_CFG", "FP8_KV_CFG"), ("FP8_CAST_KV_CFG", "FP8_KV_CFG"),
+     ("NVFP4_KV_CFG", "FP8_PER_HEAD_KV_CFG"), ("FP8_KV_CFG", "FP8_CAST_KV_CFG")],
+)  # fmt: skip
+def test_an_export_in_another_configuration_matches_its_calibration(
+    kvq, calibrated, tmp_path, made, written
+):
+    model, calibration = calibrated("llama", "--kv-cfg", made)
+    target = tmp_path / "out"
+    argv = ["--scales", calibration, "--kv-cfg", written, "-o", target]
+    assert kvq("export", model, *argv).code == 0
+    assert kvq("verify", target, "--against", calibration).code == 0
 
 
 def test_scales_in_a_file_the_index_does_not_name_are_found(kvq, exported):
@@ -152,7 +237,8 @@ def test_against_a_calibration_a_checkpoint_and_printed_scales(kvq, exported, ca
     printed.write_text(kvq("inspect", checkpoint, "--scales", "--json").out)
     for reference in (calibration, checkpoint, printed):
         assert kvq("verify", checkpoint, "--against", reference).code == 0
-    rewrite(checkpoint, lambda scales, _: scales.update({K0: scales[K0] * np.float32(1.001)}))
+    rewrite(checkpoint, lambda scales, metadata: (
+        scales.update({K0: scales[K0] * np.float32(1.001)}), metadata.pop("kvq")))  # fmt: skip
     for reference in (calibration, printed):
         result = kvq("verify", checkpoint, "--against", reference, "--json")
         assert [f["tensor"] for f in result.json["findings"]] == [K0]
@@ -174,7 +260,7 @@ def test_a_reference_that_is_no_scales_file_is_refused(kvq, exported, tmp_path, 
 
 def test_every_report_form_says_the_same(kvq, exported):
     checkpoint = exported()
-    rewrite(checkpoint, set_scale(K0, [0.0]))
+    rewrite(checkpoint, lambda s, m: (set_scale(K0, [0.0])(s, m), m.pop("kvq")))
     human = kvq("verify", checkpoint)
     assert f"error [scale.nonpositive] layer 0: `{K0}` is 0.0 in model-00002" in human.out
     assert "does not hold: 1 errors, 0 warnings" in human.out

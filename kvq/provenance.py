@@ -1,0 +1,63 @@
+"""What kvq records beside the scales it writes, in the metadata of the added shard."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvq.checkpoint import CheckpointView
+from kvq.errors import CheckpointError
+from kvq.files import parse_json
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where scales come from; maps are keyed by attention path.
+
+    `amax` is keyed by `<attention>.<quantizer>` and holds one float per head; `status` says per
+    side (`k`, `v`, `q`) whether a scale is `calibrated` or `constant`.
+    """
+
+    format: str
+    granularity: str
+    weight_fingerprint: str
+    attention_class: str | None = None
+    amax: Mapping[str, list[float]] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    status: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def read_provenance(view: CheckpointView, scales: Iterable[str]) -> Provenance | None:
+    """Return what kvq recorded in the shard that holds `scales`, None if it recorded nothing.
+
+    Raises:
+        CheckpointError: the record is there, but damaged.
+    """
+    files = {view.tensors[name].path.name for name in scales}
+    for name in sorted(files):
+        text = view.files[name].metadata.get("kvq")
+        if text is not None:
+            where = f"the kvq metadata of `{name}`"
+            return _parse(parse_json(text.encode(), where=where), where)
+    return None
+
+
+def _parse(record: dict[str, Any], where: str) -> Provenance:
+    try:
+        found = Provenance(**{key: record[key] for key in Provenance.__annotations__})
+        strings = (found.format, found.granularity, found.weight_fingerprint)
+        named = found.attention_class is None or isinstance(found.attention_class, str)
+        lists = [value for values in found.amax.values() for value in values]
+        sound = (
+            named
+            and all(isinstance(value, str) for value in strings)
+            and all(type(value) in (int, float) for value in lists)
+            and all(type(value) is int for value in found.tokens.values())
+            and all(isinstance(sides, dict) for sides in found.status.values())
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where} is damaged: {error!r}", code="provenance.damaged"
+        ) from error
+    if not sound:
+        raise CheckpointError(f"{where} is damaged", code="provenance.damaged")
+    return found
