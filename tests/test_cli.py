@@ -59,3 +59,12 @@ def test_importing_kvq_has_no_side_effect():
         "assert os.environ == before[0]; assert set(sys.modules) - before[1] == {'kvq'}"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_verbose_shows_the_traceback_of_an_internal_error(kvq, monkeypatch, tmp_path):
+    def broken(_):
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("kvq.pipeline.inspect.inspect", broken)
+    assert "Traceback" in kvq("-v", "inspect", tmp_path).err
+    assert "Traceback" not in kvq("inspect", tmp_path).err
