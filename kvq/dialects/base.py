@@ -39,6 +39,10 @@ class Dialect(Protocol):
         """Return what to write, or raise DialectError with the reason and what to do."""
         ...
 
+    def read(self, view: CheckpointView, geometry: Geometry) -> ScaleSet:
+        """Return the scales of all layers, as they are; a layer may have none."""
+        ...
+
     def find(self, view: CheckpointView, geometry: Geometry) -> tuple[FoundScale, ...]:
         """Return the scale tensors that belong to the geometry's attention modules."""
         ...

@@ -13,7 +13,7 @@ from kvq.checkpoint import CheckpointView
 from kvq.dialects.base import DialectPlan, FoundScale
 from kvq.errors import DialectError
 from kvq.geometry import Geometry
-from kvq.scales import ScaleSet
+from kvq.scales import LayerScales, ScaleSet
 
 STRATEGY = {"tensor": "tensor", "head": "attn_head"}
 SCHEMA_VERSION = "0.20.0"  # of compressed-tensors, whose schema this is
@@ -57,12 +57,27 @@ class CompressedTensors:
         }
         return DialectPlan(tensors, base)
 
+    def read(self, view: CheckpointView, geometry: Geometry) -> ScaleSet:
+        """Return the scales of all layers, as they are; a layer may have none."""
+        found = self.find(view, geometry)
+        per_head = view.kv_cache_scheme.get("strategy") == STRATEGY["head"]
+        layers = []
+        for layer in geometry.layers:
+            scales = {
+                scale.side: tuple(float(value) for value in view.read(scale.tensor).ravel())
+                for scale in found
+                if scale.layer_idx == layer.layer_idx
+            }
+            status = dict.fromkeys(scales, "unknown")
+            layers.append(LayerScales(layer.layer_idx, layer.attention, scales, status))
+        return ScaleSet("fp8_e4m3", "head" if per_head else "tensor", tuple(layers))
+
     def find(self, view: CheckpointView, geometry: Geometry) -> tuple[FoundScale, ...]:
         """Return the scales stored under `<attention>.{k,v,q}_scale`."""
         return tuple(
             FoundScale(layer.layer_idx, side, name)
             for layer in geometry.layers
-            for side in ("k", "v", "q")
+            for side in ("q", "k", "v")
             if (name := f"{layer.attention}.{side}_scale") in view.tensors
         )
 

@@ -138,18 +138,14 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
     if not view.config:
         return _inspect_file(view)
     geometry = read_geometry(view.config, view.tensors)
-    found = {(s.layer_idx, s.side): s.tensor for s in CompressedTensors().find(view, geometry)}
-    provenance = read_provenance(view, found.values())
+    dialect = CompressedTensors()
+    scales = dialect.read(view, geometry)
+    provenance = read_provenance(view, [scale.tensor for scale in dialect.find(view, geometry)])
     rows = []
-    for layer in geometry.layers:
-        scale = {
-            side: tuple(float(v) for v in view.read(found[layer.layer_idx, side]).ravel())
-            for side in ("q", "k", "v")
-            if (layer.layer_idx, side) in found
-        }
-        amax = {side: FP8_E4M3.amax(max(values)) for side, values in scale.items() if values}
+    for layer in scales.layers:
+        amax = {side: FP8_E4M3.amax(max(values)) for side, values in layer.scales.items() if values}
         tokens = provenance.tokens.get(layer.attention) if provenance else None
-        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, scale, tokens, ()))
+        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, layer.scales, tokens, ()))
     flagged = _flagged(rows)
     tree = _attention_trees(
         view, geometry, flagged, provenance.attention_class if provenance else None

@@ -19,7 +19,7 @@ from kvq.formats import FP8_E4M3
 from kvq.geometry import read_geometry
 from kvq.provenance import Provenance, read_provenance
 from kvq.quantizers import QuantizerConfig
-from kvq.scales import compute_scales
+from kvq.scales import ScaleSet, compute_scales
 from kvq.state import Calibration, is_calibration, read_calibration
 
 
@@ -83,10 +83,18 @@ def read_reference(
         return _reference_calibration(read_calibration(path), view, scales, provenance)
     view = open_checkpoint(path)
     geometry = read_geometry(view.config, view.tensors)
-    found = CompressedTensors().find(view, geometry)
-    if not found:
+    found = CompressedTensors().read(view, geometry)
+    if not any(layer.scales for layer in found.layers):
         raise InputError(f"the reference `{path}` holds no scales", code="reference.no_scales")
-    return {s.tensor: [float(v) for v in view.read(s.tensor).ravel()] for s in found}
+    return _by_tensor(found)
+
+
+def _by_tensor(scales: ScaleSet) -> dict[str, list[float]]:
+    return {
+        f"{layer.attention}.{side}_scale": list(values)
+        for layer in scales.layers
+        for side, values in layer.scales.items()
+    }
 
 
 def _reference_calibration(
@@ -103,17 +111,14 @@ def _reference_calibration(
             QuantizerConfig("fp8_e4m3", "head" if per_head else "tensor"),
         ),
     )
-    derived = {
-        (layer.attention, side): list(values)
-        for layer in compute_scales(calibration, entries).layers
-        for side, values in layer.scales.items()
-    }
+    derived = _by_tensor(compute_scales(calibration, entries))
     for attention, sides in (provenance.status if provenance else {}).items():
         for side, status in sides.items():
-            if status == "constant" and (attention, side) in derived:
+            name = f"{attention}.{side}_scale"
+            if status == "constant" and name in derived:
                 constant = FP8_E4M3.scale(FP8_E4M3.element.max)
-                derived[attention, side] = [constant] * len(derived[attention, side])
-    return {f"{attention}.{side}_scale": values for (attention, side), values in derived.items()}
+                derived[name] = [constant] * len(derived[name])
+    return derived
 
 
 def _reference_json(path: Path) -> dict[str, list[float]]:
