@@ -24,7 +24,8 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
             if (layer.layer_idx, side) not in context.by_layer:
                 yield Finding(
                     "scale.missing", "error",
-                    f"layer {layer.layer_idx} has no {side} scale: engines would use 1.0",
+                    f"layer {layer.layer_idx} has no {side} scale under its name: an engine "
+                    "that finds none uses 1.0",
                     layer.layer_idx, f"{layer.attention}.{side}_scale",
                     expected="a scale tensor", found="none",
                 )  # fmt: skip

@@ -19,7 +19,7 @@ from kvq.checkpoint import (
     weight_fingerprint,
 )
 from kvq.configs import QuantConfig, get_config, resolve
-from kvq.errors import InputError
+from kvq.errors import CheckpointError, InputError
 from kvq.files import check_target
 from kvq.geometry import Geometry, count, read_geometry, text_config
 from kvq.pipeline.locate import locate
@@ -109,7 +109,16 @@ def _load_data(root: Path, view: CheckpointView, options: CalibrateOptions) -> C
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     tokenizer = None
     if any((root / name).exists() for name in files):
-        tokenizer = AutoTokenizer.from_pretrained(root, trust_remote_code=options.trust_remote_code)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                root, trust_remote_code=options.trust_remote_code
+            )
+        except Exception as error:  # the tokenizers library raises plain exceptions
+            raise CheckpointError(
+                f"cannot load the tokenizer of `{root}`: {str(error).strip().splitlines()[0]}",
+                code="model.tokenizer",
+                hint="rows of `input_ids` need none: remove the tokenizer's files to use them",
+            ) from error
     text = text_config(view.config)
     return load(
         options.data,

@@ -327,3 +327,27 @@ def test_attention_tensors_that_transformers_ignores_are_refused(kvq, checkpoint
     result = kvq("calibrate", tmp_path, *argv)
     assert (result.code, result.json["error"]["code"]) == (2, "model.unused_tensors")
     assert "`model.layers.0.self_attn.k_proj.bias`" in result.json["error"]["message"]
+
+
+def test_a_broken_tokenizer_is_one_clear_error(kvq, checkpoints, rows, tmp_path):
+    import shutil
+
+    shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq("calibrate", tmp_path / "model", *argv)
+    assert (result.code, result.json["error"]["code"]) == (2, "model.tokenizer")
+
+
+def test_a_config_without_its_numbers_is_one_clear_error(kvq, checkpoints, rows, tmp_path):
+    import shutil
+
+    shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["vocab_size"]
+    path.write_text(json.dumps(config))
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq("calibrate", tmp_path / "model", *argv)
+    assert (result.code, result.json["error"]["code"]) == (2, "geometry.number")
+    assert "`vocab_size`" in result.json["error"]["message"]
