@@ -30,7 +30,7 @@ def export(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint with KV scales; weights are linked, never rewritten."""
+    """Write a checkpoint with KV scales; no byte of a weight changes."""
     from kvq.pipeline.export import plan_export
     from kvq.pipeline.locate import locate
     from kvq.pipeline.write import check_output, write_export
