@@ -187,6 +187,10 @@ def _left_behind(view: CheckpointView) -> list[str]:
             f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
             "shards and never see the scales"
         )
+    if (view.root / "hf_quant_config.json").exists():
+        notices.append(
+            "hf_quant_config.json not carried along: TensorRT-LLM would follow it, not config.json"
+        )
     stray = [name for name in view.unindexed_files if name not in consolidated]
     if stray:
         notices.append(f"{', '.join(stray)} not carried along: the index does not name it")

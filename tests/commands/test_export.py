@@ -163,10 +163,13 @@ def test_the_configuration_of_a_quantized_base_is_kept(kvq, calibrated, tmp_path
            "format": "pack-quantized", "ignore": ["lm_head"], "quant_method": "compressed-tensors",
            "quantization_status": "compressed"}  # fmt: skip
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    (source / "hf_quant_config.json").write_text("{}")
     result = kvq("export", source, "--scales", calibration, "-o", tmp_path / "out")
     assert result.code == 0, result.err
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert written == own | {"kv_cache_scheme": SCHEME}
+    assert "hf_quant_config.json not carried along" in result.err
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "modelopt"])
