@@ -12,7 +12,7 @@ CACHED_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "att
 STATE_KINDS = ("linear_attention", "mamba", "conv", "recurrent", "moe", "mlp")
 
 _ATTENTION = re.compile(
-    r"^(?P<path>(?P<prefix>.*?)(?:layers|h|blocks)\.(?P<layer>\d+)\.(?P<attention>[\w.]+?))"
+    r"^(?P<path>.*?(?:layers|h|blocks)\.(?P<layer>\d+)\.[\w.]+?)"
     r"\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|kv_proj|kv_b_proj|kv_a_proj_with_mqa)"
     r"\.(?:weight|weight_packed|qweight)$"
 )

@@ -1,4 +1,4 @@
-"""The shape of the package: imports point one way, every module has its test, no number twice."""
+"""The shape of the package: imports point one way, light modules stay light, no number twice."""
 
 import ast
 import re
@@ -67,6 +67,6 @@ def test_modules_stay_readable():
     for path in MODULES:
         assert len(path.read_text().splitlines()) <= 300, path
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and "export" not in str(path):
+            if isinstance(node, ast.FunctionDef):
                 body = node.end_lineno - node.body[0].lineno
                 assert body <= 60, (path.name, node.name, body)

@@ -18,8 +18,6 @@ from kvq.errors import (
 from kvq.geometry import text_config
 from kvq.state import Module
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-
 
 @dataclass(frozen=True)
 class LoadedModel:

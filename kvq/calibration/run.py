@@ -52,9 +52,10 @@ def run_batches(
 ) -> None:
     """Run every batch of the plan; `plan` holds indices into `sequences` of equal length.
 
-    On the CPU the sequences of a batch run one by one. A matrix product of another height may sum
-    in another order there, so that a batch of eight would move the maxima by an ulp of bfloat16,
-    and at 512 tokens a sequence a larger batch is no faster.
+    On the CPU the sequences of a batch run one by one, so that the maxima do not depend on the
+    batch size: a matrix product of another height sums in another order there. Measured on a
+    135M-parameter model in bfloat16, 8 sequences in one batch instead of 8: up to 3.8 % off in 41
+    of 60 maxima, in 0.88 of the time at 512 tokens a sequence and 0.31 at 32.
     """
     total = sum(len(sequence) for sequence in sequences)
     done, start = 0, time.perf_counter()

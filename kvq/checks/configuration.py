@@ -1,16 +1,16 @@
 """Rules about what config.json declares."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvq.checks.context import Context, kv_cache_scheme, rule
+from kvq.checks.context import Context, rule
 from kvq.checks.findings import Finding
 
 
 @rule
 def config_declares_scales(context: Context) -> Iterator[Finding]:
     """The configuration declares a static symmetric FP8 cache exactly when scales exist."""
-    config, scheme = context.view.quantization_config, kv_cache_scheme(context)
+    config, scheme = context.view.quantization_config, context.view.kv_cache_scheme
     if context.scales and config is None:
         yield Finding(
             "config.missing", "error",
@@ -34,7 +34,7 @@ def config_declares_scales(context: Context) -> Iterator[Finding]:
         yield from _scheme_findings(config or {}, scheme)
 
 
-def _scheme_findings(config: Any, scheme: dict[str, Any]) -> Iterator[Finding]:
+def _scheme_findings(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterator[Finding]:
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     for key, expected in wanted.items():
         absent = False if key == "dynamic" else None  # its default is what engines want

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -42,8 +41,3 @@ def rule(function: Rule) -> Rule:
 def file_of(context: Context, tensor: str) -> str:
     """Return the name of the file that holds a tensor."""
     return context.view.tensors[tensor].path.name
-
-
-def kv_cache_scheme(context: Context) -> dict[str, Any]:
-    """Return the declared cache scheme, empty if there is none."""
-    return dict(context.view.kv_cache_scheme)

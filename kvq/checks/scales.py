@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvq.checkpoint import weight_fingerprint
-from kvq.checks.context import SUFFIXES, Context, file_of, kv_cache_scheme, rule
+from kvq.checks.context import SUFFIXES, Context, file_of, rule
 from kvq.checks.findings import Finding
 from kvq.dialects.base import FoundScale
 from kvq.formats import FP8_E4M3, get_format
@@ -34,7 +34,7 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
 @rule
 def shape_and_dtype(context: Context) -> Iterator[Finding]:
     """Each scale has one value, or one per head, in a float dtype that holds it."""
-    strategy = kv_cache_scheme(context).get("strategy", "tensor")
+    strategy = context.view.kv_cache_scheme.get("strategy", "tensor")
     heads = {g.layer_idx: g for g in context.geometry.layers}
     for scale in context.scales:
         info = context.view.tensors[scale.tensor]
@@ -78,7 +78,7 @@ def finite_positive_plausible(context: Context) -> Iterator[Finding]:
 
 # Leaves that weight quantization puts under an attention path; all others must be known scales.
 _WEIGHT_LEAF = re.compile(
-    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?$|pre_quant_scale$"
+    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?|pre_quant_scale"
 )
 _SCALE_LEAF = re.compile(r"scale|zero_point")
 
@@ -191,10 +191,9 @@ def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
 @rule
 def weights_unchanged(context: Context) -> Iterator[Finding]:
     """The weights are those that were calibrated, if the provenance says which."""
-    expected = None if context.provenance is None else context.provenance.weight_fingerprint
-    if expected is None:
+    if context.provenance is None:
         return
-    found = weight_fingerprint(context.view)
+    expected, found = context.provenance.weight_fingerprint, weight_fingerprint(context.view)
     if found != expected:
         yield Finding(
             "provenance.weights", "error", "the scales were calibrated on other weights",

@@ -99,8 +99,9 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
     try:
         scales = compute_scales(calibration, get_config(calibration.kv_cfg))
         by_layer = {layer.layer_idx: layer.scales for layer in scales.layers}
-    except CalibrationError:
-        by_layer = {}  # shown without scales; export names the layer
+        problem = ""
+    except CalibrationError as error:
+        by_layer, problem = {}, f"; NO SCALES: {error}"
     rows = [
         LayerRow(
             layer.layer_idx, layer.attention,
@@ -112,7 +113,8 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
     data = calibration.data
     summary = (
         f"KV statistics: {len(rows)} of {len(rows)} cached layers, {calibration.kv_cfg}, "
-        f"{data['sequences']} sequences, {data['tokens']} tokens of {data['source']['name']}"
+        f"{data['sequences']} sequences, {data['tokens']} tokens of "
+        f"{data['source']['name']}{problem}"
     )
     return Inspection("calibration", calibration_tree(calibration), _flagged(rows), summary)
 

@@ -18,7 +18,10 @@ LINKS = ("auto", "hard", "copy", "symbolic")
 
 
 def check_output(target: Path, *, overwrite: bool, link: str, inputs: Iterable[Path]) -> None:
-    """Refuse a target or link kind that `write_export` could not use; writes nothing."""
+    """Refuse a target or link kind that `write_export` could not use.
+
+    Beside it, leftovers of killed runs are cleaned up; nothing else is written.
+    """
     if link not in LINKS:
         raise InputError(f"unknown --link `{link}`; known: {', '.join(LINKS)}", code="option.link")
     check_target(target, overwrite=overwrite, inputs=inputs)

@@ -236,6 +236,7 @@ def test_a_dead_head_is_an_error_that_names_layer_and_quantizer(kvq, tmp_path, r
     model.save_pretrained(tmp_path / "model")
     args = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c"]
     assert kvq("calibrate", tmp_path / "model", *args).code == 0
+    assert "NO SCALES: `v_bmm_quantizer` of layer 1" in kvq("inspect", tmp_path / "c").out
     result = kvq("export", tmp_path / "model", "--scales", tmp_path / "c", "-o", tmp_path / "o")
     assert result.code == 2
     assert "`v_bmm_quantizer` of layer 1" in result.err

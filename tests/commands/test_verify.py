@@ -267,7 +267,8 @@ def test_every_report_form_says_the_same(kvq, exported):
     github = kvq("verify", checkpoint, "--report", "github")
     assert github.out.startswith("::error title=scale.nonpositive::")
     junit = ElementTree.fromstring(kvq("verify", checkpoint, "--report", "junit").out)
-    assert junit.get("failures") == "1"
+    assert (junit.get("tests"), junit.get("failures")) == ("1", "1")
+    assert len(junit.findall("testcase")) == 1
     assert junit.find("testcase").get("name") == K0
     assert {r.code for r in (human, github)} == {1}
 
