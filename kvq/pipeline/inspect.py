@@ -112,7 +112,7 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
     ]  # fmt: skip
     data = calibration.data
     summary = (
-        f"KV statistics: {len(rows)} of {len(rows)} cached layers, {calibration.kv_cfg}, "
+        f"KV statistics: {len(rows)} cached layers, {calibration.kv_cfg}, "
         f"{data['sequences']} sequences, {data['tokens']} tokens of "
         f"{data['source']['name']}{problem}"
     )
