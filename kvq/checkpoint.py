@@ -2,9 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from kvq.errors import CheckpointError
 from kvq.files import read_json
+from kvq.geometry import is_key_or_value_weight
 from kvq.tensorfile import TensorFile, TensorInfo, read_bytes, read_header, read_tensor
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -183,10 +184,6 @@ def _view(
     return CheckpointView(root, config, files, weight_map, duplicates)
 
 
-_KV_PROJECTION = re.compile(
-    r"\.(k_proj|v_proj|qkv_proj|query_key_value|c_attn|Wqkv|kv_proj|kv_a_proj_with_mqa|kv_b_proj"
-    r"|k_norm|v_norm|kv_a_layernorm)\.(weight|bias|weight_packed|qweight)$"
-)
 _SAMPLE_BYTES, _SAMPLES = 256, 16
 
 
@@ -196,14 +193,23 @@ def weight_fingerprint(view: CheckpointView) -> str:
     It survives re-sharding and costs a few kilobytes of reading per layer. Weights that differ
     only between the samples are not told apart; training and merging move all of them.
     """
+    infos = (view.tensors[name] for name in sorted(filter(is_key_or_value_weight, view.tensors)))
+    return fingerprint(
+        (info.name, info.dtype, info.shape, info.end - info.start, partial(read_bytes, info))
+        for info in infos
+    )
+
+
+Weight = tuple[str, str, tuple[int, ...], int, Callable[[int, int], bytes]]
+
+
+def fingerprint(weights: Iterable[Weight]) -> str:
+    """Return the digest of weights in sorted order: name, dtype, shape, size, reader of bytes."""
     digest = hashlib.sha256()
-    for name in sorted(filter(_KV_PROJECTION.search, view.tensors)):
-        info = view.tensors[name]
-        digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
-        size = info.end - info.start
+    for name, dtype, shape, size, read in weights:
+        digest.update(f"{name} {dtype} {tuple(shape)}\n".encode())
         for i in range(_SAMPLES):
-            offset = max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)
-            digest.update(read_bytes(info, offset, _SAMPLE_BYTES))
+            digest.update(read(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1), _SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from kvq.checkpoint import CheckpointView
 from kvq.errors import CheckpointError
 from kvq.files import parse_json
+from kvq.quantizers import KEY_PE, KV_C
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,18 @@ class Provenance:
     amax: Mapping[str, list[float]] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
     status: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    margin: float = 1.0
+    skip_layers: tuple[int, ...] = ()
+
+    def observed(self, attention: str, side: str) -> list[float] | None:
+        """Return the amax per head that a scale of `side` (`k`, `v`, `q`) covers.
+
+        Under MLA it is the larger one of latent and rotary part, for K and V alike.
+        """
+        latent = self.amax.get(f"{attention}.{KV_C}")
+        if side != "q" and latent:
+            return [max(latent + self.amax.get(f"{attention}.{KEY_PE}", []))]
+        return self.amax.get(f"{attention}.{side}_bmm_quantizer")
 
 
 def read_provenance(view: CheckpointView, scales: Iterable[str]) -> Provenance | None:
@@ -43,7 +56,8 @@ def read_provenance(view: CheckpointView, scales: Iterable[str]) -> Provenance |
 
 def _parse(record: dict[str, Any], where: str) -> Provenance:
     try:
-        found = Provenance(**{key: record[key] for key in Provenance.__annotations__})
+        known = {key: record[key] for key in Provenance.__annotations__ if key in record}
+        found = Provenance(**known)
         strings = (found.format, found.granularity, found.weight_fingerprint)
         named = found.attention_class is None or isinstance(found.attention_class, str)
         lists = [value for values in found.amax.values() for value in values]
@@ -53,6 +67,8 @@ def _parse(record: dict[str, Any], where: str) -> Provenance:
             and all(type(value) in (int, float) for value in lists)
             and all(type(value) is int for value in found.tokens.values())
             and all(isinstance(sides, dict) for sides in found.status.values())
+            and type(found.margin) in (int, float)
+            and all(type(layer) is int for layer in found.skip_layers)
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

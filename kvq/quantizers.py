@@ -9,6 +9,9 @@ from kvq.errors import InputError
 from kvq.formats import FORMATS, KVFormat, get_format
 
 QUERY, KEY, VALUE = "q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer"
+# MLA caches one row per token: the normalized latent and the rotated part of the key.
+KV_C, KEY_PE = "kv_c_bmm_quantizer", "k_pe_bmm_quantizer"
+QUANTIZERS = (QUERY, KEY, VALUE, KV_C, KEY_PE)  # in the order of the tree
 
 
 @dataclass(frozen=True)

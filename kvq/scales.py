@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvq.configs import QuantConfig, resolve
 from kvq.errors import CalibrationError, FormatError
-from kvq.quantizers import KEY, QUERY, VALUE, QuantizerConfig
+from kvq.quantizers import KEY, KEY_PE, KV_C, QUERY, VALUE, QuantizerConfig
 from kvq.state import Calibration, LayerStats
 
-SHORT = {QUERY: "q", KEY: "k", VALUE: "v"}
+SHORT = {QUERY: "q", KEY: "k", VALUE: "v", KV_C: "k", KEY_PE: "v"}
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,17 @@ class ScaleSet:
 def compute_scales(calibration: Calibration, entries: QuantConfig) -> ScaleSet:
     """Turn statistics into scales, for any configuration whose tensors were observed.
 
+    Under MLA an engine writes latent and rotary part into one row with one scale: the scale covers
+    both, and K and V get the same.
+
     Raises:
         CalibrationError: a quantizer of the configuration was not observed, or its amax is zero
             or not finite; the message names the layer.
     """
-    names = [f"{layer.attention}.{name}" for layer in calibration.layers for name in SHORT]
+    names = [
+        f"{layer.attention}.{name}" for layer in calibration.layers for name in layer.quantizers
+    ]
     quantizers = resolve(entries, names)
-    layers = tuple(_layer(layer, quantizers) for layer in calibration.layers)
     enabled = [config for config in quantizers.values() if config is not None]
     kinds = {(config.format, config.granularity) for config in enabled}
     if len(kinds) != 1:
@@ -54,12 +56,15 @@ def compute_scales(calibration: Calibration, entries: QuantConfig) -> ScaleSet:
             f"the configuration mixes {sorted(kinds)}; one format and granularity is expected",
             code="scales.mixed",
         )
+    layers = tuple(_layer(layer, quantizers, calibration.margin) for layer in calibration.layers)
     return ScaleSet(*kinds.pop(), layers)
 
 
-def _layer(layer: LayerStats, quantizers: Mapping[str, QuantizerConfig | None]) -> LayerScales:
-    scales, provenance = {}, {}
-    for quantizer, short in SHORT.items():
+def _layer(
+    layer: LayerStats, quantizers: Mapping[str, QuantizerConfig | None], margin: float
+) -> LayerScales:
+    scales, provenance, per_head = {}, {}, False
+    for quantizer in layer.quantizers:
         config = quantizers[f"{layer.attention}.{quantizer}"]
         if config is None:
             continue
@@ -69,18 +74,36 @@ def _layer(layer: LayerStats, quantizers: Mapping[str, QuantizerConfig | None]) 
                 code="scales.not_observed",
                 hint="calibrate with a configuration that includes it, e.g. FP8_ATTN_CFG",
             )
-        scales[short] = _scales(layer, quantizer, config)
-        provenance[short] = "calibrated" if config.constant_amax is None else "constant"
+        short, per_head = SHORT[quantizer], config.granularity == "head"
+        scales[short] = _scales(layer, quantizer, config, margin)
+        shared = layer.shared_from is not None and quantizer != QUERY
+        observed = f"shared from {layer.shared_from}" if shared else "calibrated"
+        provenance[short] = observed if config.constant_amax is None else "constant"
+    if layer.is_mla and "k" in scales:
+        if per_head:
+            raise CalibrationError(
+                f"layer {layer.layer_idx} caches one latent row for all heads (MLA): it has no "
+                "scale per head",
+                code="scales.mla_head",
+                hint="use --granularity tensor",
+            )
+        scales["k"] = scales["v"] = max(scales["k"], scales.get("v", scales["k"]))
+        provenance["v"] = provenance["k"]
     return LayerScales(layer.layer_idx, layer.attention, scales, provenance)
 
 
-def _scales(layer: LayerStats, quantizer: str, config: QuantizerConfig) -> tuple[float, ...]:
+def _scales(
+    layer: LayerStats, quantizer: str, config: QuantizerConfig, margin: float
+) -> tuple[float, ...]:
     amax = layer.amax[quantizer]
-    if config.constant_amax is not None:
-        amax = np.full_like(amax, config.constant_amax)
     values = amax if config.granularity == "head" else amax.max(keepdims=True)
     try:
-        return tuple(config.number_format.scale(float(value)) for value in values)
+        return tuple(
+            config.number_format.scale(
+                config.constant_amax if config.constant_amax is not None else float(value) * margin
+            )
+            for value in values
+        )
     except FormatError as error:
         raise CalibrationError(
             f"`{quantizer}` of layer {layer.layer_idx} (`{layer.attention}`): {error}",

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvq.errors import CheckpointError
 from kvq.files import dump_json, new_folder, read_json, write_json
-from kvq.quantizers import KEY, QUERY, VALUE, QuantizerConfig
+from kvq.quantizers import KEY, KEY_PE, KV_C, QUANTIZERS, QUERY, VALUE, QuantizerConfig
 from kvq.tensorfile import TensorInfo, read_header, read_tensor, write_float32
 
 SCHEMA = 1
@@ -21,12 +21,28 @@ CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Observed maxima of one layer: quantizer name → amax, float32 [heads], never scales."""
+    """Observed maxima of one layer: quantizer name → amax, float32 [heads], never scales.
+
+    A layer that reads another's cache has that one's K and V, and its path in `shared_from`.
+    """
 
     layer_idx: int
     attention: str
     amax: Mapping[str, np.ndarray]
     tokens: int
+    shared_from: str | None = None
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether the layer caches a latent row instead of keys and values."""
+        return KV_C in self.amax
+
+    @property
+    def quantizers(self) -> tuple[str, ...]:
+        """Names of the layer's quantizers, the query's first, observed or not."""
+        if self.is_mla:
+            return (QUERY, KV_C, KEY_PE) if KEY_PE in self.amax else (QUERY, KV_C)
+        return QUERY, KEY, VALUE
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class Calibration:
     model: Mapping[str, Any]
     data: Mapping[str, Any]
     run: Mapping[str, Any]
+    margin: float = 1.0  # scales cover amax times this
+    skip_layers: tuple[int, ...] = ()  # to be left unquantized by an engine flag
 
     @cached_property
     def digest(self) -> str:
@@ -73,13 +91,15 @@ def write_calibration(calibration: Calibration, target: Path, *, overwrite: bool
         "schema": SCHEMA,
         "kind": "kvq-calibration",
         "kv_cfg": calibration.kv_cfg,
+        "margin": calibration.margin,
+        "skip_layers": list(calibration.skip_layers),
         "quantizers": {
             name: None if config is None else config.to_json()
             for name, config in calibration.quantizers.items()
         },
         "layers": [
             {"layer_idx": layer.layer_idx, "attention": layer.attention, "tokens": layer.tokens,
-             "provenance": _provenance(calibration, layer)}
+             "shared_from": layer.shared_from, "provenance": _provenance(calibration, layer)}
             for layer in calibration.layers
         ],
         "modules": [[m.path, m.class_name, m.attributes] for m in calibration.modules],
@@ -97,8 +117,10 @@ def write_calibration(calibration: Calibration, target: Path, *, overwrite: bool
 def _provenance(calibration: Calibration, layer: LayerStats) -> dict[str, str]:
     def source(quantizer: str) -> str:
         config = calibration.quantizers.get(f"{layer.attention}.{quantizer}")
-        constant = config is not None and config.constant_amax is not None
-        return "constant" if constant else "calibrated"
+        if config is not None and config.constant_amax is not None:
+            return "constant"
+        shared = layer.shared_from is not None and quantizer != QUERY
+        return f"shared from {layer.shared_from}" if shared else "calibrated"
 
     return {quantizer: source(quantizer) for quantizer in layer.amax}
 
@@ -162,16 +184,19 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
     layers = []
     for entry in config["layers"]:
         amax = {}
-        for quantizer in (QUERY, KEY, VALUE):
+        for quantizer in QUANTIZERS:
             name = f"{entry['attention']}.{quantizer}._amax"
             if name in tensors:
                 amax[quantizer] = _statistic(tensors[name])
-        if KEY not in amax or VALUE not in amax:
+        if set(amax) - {QUERY} not in ({KEY, VALUE}, {KV_C, KEY_PE}, {KV_C}):
             raise CheckpointError(
                 f"`{STATISTICS_NAME}` lacks K or V of layer {entry['layer_idx']}",
                 code="calibration.layer_missing",
             )
-        layers.append(LayerStats(entry["layer_idx"], entry["attention"], amax, entry["tokens"]))
+        layers.append(
+            LayerStats(entry["layer_idx"], entry["attention"], amax, entry["tokens"],
+                       entry.get("shared_from"))
+        )  # fmt: skip
     if not layers or not isinstance(config["kv_cfg"], str):
         raise ValueError("no layers, or `kv_cfg` is not a name")
     for part, keys in _NEEDED.items():
@@ -188,4 +213,6 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
         model=config["model"],
         data=config["data"],
         run=config["run"],
+        margin=float(config.get("margin", 1.0)),
+        skip_layers=tuple(int(layer) for layer in config.get("skip_layers", ())),
     )

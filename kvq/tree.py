@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvq.quantizers import KEY, QUERY, VALUE, QuantizerConfig, describe
+from kvq.quantizers import QuantizerConfig, describe
 from kvq.state import Calibration, Module
 
 
 @dataclass
 class _Node:
-    class_name: str = ""
+    class_name: str = "Module"  # of a node that is in the tensor names only
     attributes: str = ""
     children: dict[str, "_Node"] = field(default_factory=dict)
 
@@ -24,19 +24,24 @@ def calibration_tree(calibration: Calibration) -> str:
             layer.amax.get(quantizer),
         )
         for layer in calibration.layers
-        for quantizer in (QUERY, KEY, VALUE)
+        for quantizer in layer.quantizers
     }
     return render_tree(calibration.modules, lines)
 
 
 def attention_lines(
-    attention: str, quantizers: Mapping[str, tuple[QuantizerConfig, np.ndarray]]
+    attention: str,
+    names: Iterable[str],
+    quantizers: Mapping[str, tuple[QuantizerConfig, np.ndarray]],
 ) -> dict[str, str]:
-    """Return quantizer path → line for one attention module; absent ones are disabled."""
-    return {
-        f"{attention}.{name}": describe(*quantizers.get(name, (None, None)))
-        for name in (QUERY, KEY, VALUE)
-    }
+    """Return quantizer path → line for one attention module; absent ones are disabled.
+
+    Args:
+        attention: the module's path.
+        names: the module's quantizers.
+        quantizers: those that are enabled, with their amax.
+    """
+    return {f"{attention}.{name}": describe(*quantizers.get(name, (None, None))) for name in names}
 
 
 def render_tree(modules: Iterable[Module], quantizers: Mapping[str, str]) -> str:

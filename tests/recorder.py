@@ -50,3 +50,86 @@ def record(
         else:
             del ALL_ATTENTION_FUNCTIONS[implementation]
     return {key: torch.stack(values).amax(0).cpu().numpy() for key, values in found.items()}
+
+
+def record_cache(model, inputs: Iterable[dict]) -> dict[str, tuple]:
+    """Return {module: (K amax [heads], V amax [heads])} of what any transformers cache is handed.
+
+    Independent of kvq: the whole model with the cache it makes itself, `Cache.update` recorded,
+    the module found as the `self` of the calling frame. Nothing is stored, so that states keep
+    their memory layout. An MLA model that caches expanded heads is recorded as (latent, rotary
+    part): the norm's output, and the end of K.
+    """
+    import sys
+
+    from transformers.cache_utils import Cache
+
+    modules = {id(module): (name, module) for name, module in model.named_modules()}
+    found: dict = defaultdict(list)
+    latents: dict = {}
+    hooks = [
+        module.register_forward_hook(lambda m, _, out, n=name: latents.__setitem__(n, out))
+        for name, module in modules.values()
+        if name.endswith("kv_a_layernorm")
+    ]
+    before = Cache.update
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        frame = sys._getframe(1)
+        while frame.f_locals.get("self") is not modules.get(
+            id(frame.f_locals.get("self")), ("", object)
+        )[1]:  # fmt: skip
+            frame = frame.f_back
+        module = frame.f_locals["self"]
+        name = modules[id(module)][0]
+        first, second = key_states, value_states
+        latent = latents.get(f"{name}.kv_a_layernorm")
+        if latent is not None and key_states.shape[1] > 1:
+            first, rope = latent.unsqueeze(1), module.qk_rope_head_dim
+            second = key_states[:, :1, :, -rope:] if rope else first
+        found[name].append([s.float().abs().amax(dim=(0, 2, 3)) for s in (first, second)])
+        if layer_idx < len(self.layers):  # some models look at the layer that they updated
+            self.layers[layer_idx].keys = key_states
+        return key_states, value_states
+
+    Cache.update = update
+    try:
+        way = None
+        for one in inputs:
+            way = way or _way_of_caching(model, one, found)
+            with torch.no_grad():
+                model(**one, **way())
+    finally:
+        Cache.update = before
+        for hook in hooks:
+            hook.remove()
+    return {
+        name: tuple(torch.stack([pair[i] for pair in pairs]).amax(0).numpy() for i in (0, 1))
+        for name, pairs in found.items()
+    }
+
+
+def _way_of_caching(model, one: dict, found: dict):
+    """Return the arguments with which a model fills a cache; some do so only when given one."""
+    from transformers.cache_utils import DynamicCache
+
+    error = None
+    ways = (
+        lambda: {"use_cache": True},
+        lambda: {},
+        lambda: {"use_cache": True, "past_key_values": DynamicCache(config=model.config)},
+    )
+    for way in ways:
+        found.clear()
+        try:
+            with torch.no_grad():
+                model(**one, **way())
+        except Exception as failed:  # any library's
+            error = failed
+            continue
+        if found:
+            found.clear()
+            return way
+    if error is not None:
+        raise error
+    return ways[0]

@@ -51,9 +51,9 @@ def test_layers_without_a_cache_are_left_out_and_named():
 @pytest.mark.parametrize(
     ("change", "names", "code"),
     [
-        ({"kv_lora_rank": 16}, NAMES, "geometry.unsupported"),
-        ({"num_kv_shared_layers": 1}, NAMES, "geometry.unsupported"),
-        ({"is_encoder_decoder": True}, NAMES, "geometry.unsupported"),
+        ({"use_cla": True}, NAMES, "geometry.unsupported"),
+        ({"model_type": "mamba"}, NAMES, "geometry.unsupported"),
+        ({"num_kv_shared_layers": 2}, NAMES, "geometry.no_donor"),
         ({"layer_types": ["full_attention"]}, NAMES, "geometry.layer_types"),
         ({"layer_types": ["warp_attention"] * 2}, NAMES, "geometry.layer_kind"),
         ({"num_hidden_layers": None}, NAMES, "geometry.number"),
@@ -61,6 +61,7 @@ def test_layers_without_a_cache_are_left_out_and_named():
         ({"num_key_value_heads": "2"}, NAMES, "geometry.number"),
         ({"layer_types": 5}, NAMES, "geometry.layer_types"),
         ({}, NAMES[:4], "geometry.no_attention"),
+        ({}, ["model.norm.weight"], "geometry.no_attention"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(change, names, code):

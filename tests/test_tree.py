@@ -1,7 +1,7 @@
 import numpy as np
 from torch import nn
 
-from kvq.calibration.model import LoadedModel, module_list
+from kvq.calibration.modules import module_list
 from kvq.quantizers import QuantizerConfig, describe
 from kvq.tree import render_tree
 from tests.models import build
@@ -18,8 +18,7 @@ class TensorQuantizer(nn.Module):
 
 def test_the_tree_is_what_pytorch_prints_for_a_model_with_such_quantizers():
     model = build("llama")
-    loaded = LoadedModel(model, model.model, model.device, "bfloat16", "sdpa")
-    modules = module_list(loaded, [f"model.layers.{i}.self_attn" for i in (0, 1)])
+    modules = module_list(model, [f"model.layers.{i}.self_attn" for i in (0, 1)])
     lines = {}
     for i, layer in enumerate(model.model.layers):
         attention = layer.self_attn

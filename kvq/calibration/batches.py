@@ -15,21 +15,38 @@ from kvq.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One calibration sequence, never padded; anything numpy reads as integers makes one."""
+    """One calibration sequence, never padded; anything numpy reads as integers makes one.
+
+    Of an encoder-decoder model, `token_ids` is what the encoder reads, `decoder_ids` what the
+    decoder is fed.
+    """
 
     token_ids: NDArray[np.int64]  # [seq_len], read-only
+    decoder_ids: NDArray[np.int64] | None = None  # [decoder_len], read-only
     digest: str = field(init=False)  # sha256 of the ids as little-endian int64
 
     def __post_init__(self) -> None:
-        token_ids = np.array(self.token_ids, dtype=np.int64)
-        assert token_ids.ndim == 1
-        token_ids.flags.writeable = False
-        object.__setattr__(self, "token_ids", token_ids)
-        digest = hashlib.sha256(token_ids.astype("<i8").tobytes()).hexdigest()
-        object.__setattr__(self, "digest", digest)
+        digest = hashlib.sha256()
+        for name in ("token_ids", "decoder_ids"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            ids = np.array(given, dtype=np.int64)
+            assert ids.ndim == 1
+            ids.flags.writeable = False
+            object.__setattr__(self, name, ids)
+            if name == "decoder_ids":
+                digest.update(b"decoder")
+            digest.update(ids.astype("<i8").tobytes())
+        object.__setattr__(self, "digest", digest.hexdigest())
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens that the encoder, or the only stack, reads; tokens that the decoder is fed."""
+        return len(self.token_ids), 0 if self.decoder_ids is None else len(self.decoder_ids)
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return sum(self.lengths)
 
 
 def pack(rows: Iterable[list[int]], separator: int, seq_len: int) -> Iterator[list[int]]:
@@ -63,8 +80,12 @@ def plan_batches(sequences: Sequences[Sequence], batch_size: int) -> tuple[tuple
             code="data.batch_size",
             hint="give a positive number or `auto`",
         )
-    order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), sequences[i].digest))
-    groups = [list(g) for _, g in itertools.groupby(order, key=lambda i: len(sequences[i]))]
+    lengths = [sequence.lengths for sequence in sequences]
+    order = sorted(
+        range(len(sequences)),
+        key=lambda i: (-lengths[i][0], -lengths[i][1], sequences[i].digest),
+    )
+    groups = [list(g) for _, g in itertools.groupby(order, key=lambda i: lengths[i])]
     starts = [(group, at) for group in groups for at in range(0, len(group), batch_size)]
     return tuple(tuple(group[at : at + batch_size]) for group, at in starts)
 
@@ -73,11 +94,14 @@ def describe_plan(sequences: Sequences[Sequence], batch_size: int) -> dict[str, 
     """Return the plan's JSON record, the same for any order of the sequences."""
     plan = plan_batches(sequences, batch_size)
     lines = (" ".join(sequences[index].digest for index in batch) for batch in plan)
-    lengths = collections.Counter(len(sequence) for sequence in sequences)
+    lengths = collections.Counter(sequence.lengths for sequence in sequences)
     return {
         "batch_size": batch_size,
         "batches": len(plan),
         "sequences": len(sequences),
-        "lengths": {str(length): lengths[length] for length in sorted(lengths, reverse=True)},
+        "lengths": {
+            f"{one}+{other}" if other else str(one): lengths[one, other]
+            for one, other in sorted(lengths, reverse=True)
+        },
         "digest": hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest(),
     }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from kvq.errors import (
     CheckpointError,
@@ -16,15 +15,18 @@ from kvq.errors import (
     UnsupportedModelError,
 )
 from kvq.geometry import text_config
-from kvq.state import Module
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to observe: the decoder runs without the language head."""
+    """A model ready to observe; `body` is the model without its language head.
+
+    With `text_alone`, it is the text decoder: the whole does not run without images.
+    """
 
     model: Any
-    decoder: nn.Module
+    body: Any
+    text_alone: bool
     device: torch.device
     dtype: str
     attention: str
@@ -39,7 +41,7 @@ def load_model(
     trust_remote_code: bool,
     attentions: Sequence[str] = (),
 ) -> LoadedModel:
-    """Load a causal language model; every tensor of its decoder must come from the checkpoint.
+    """Load a generative language model; every tensor of it must come from the checkpoint.
 
     Of the attention modules named by `attentions`, every tensor of the checkpoint must be used.
 
@@ -48,9 +50,11 @@ def load_model(
         UnsupportedModelError: it needs code from the checkpoint, or transformers has no class.
         CheckpointError: tensors are missing or have another shape than the config says.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("auto_map") and not trust_remote_code:
+    # where transformers has the architecture itself, it runs its own code, not the checkpoint's
+    foreign = config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING
+    if foreign and not trust_remote_code:
         raise UnsupportedModelError(
             f"`{root}` brings its own model code (`auto_map`), which kvq does not run by itself",
             code="model.remote_code",
@@ -60,7 +64,7 @@ def load_model(
     attention = _attention_implementation(config)
     try:
         with _no_progress_bars():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = _model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
                 root,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 attn_implementation=attention,
@@ -76,6 +80,15 @@ def load_model(
         raise UnsupportedModelError(
             f"transformers cannot load `{root}`: {str(error).splitlines()[0]}", code="model.load"
         ) from error
+    _check_tensors(info, root, attentions)
+    model.requires_grad_(False).to(target)
+    body, alone = _body(model)
+    name = str(model.dtype).removeprefix("torch.")
+    return LoadedModel(model, body, alone, target, name, _implementation(model))
+
+
+def _check_tensors(info: dict[str, Any], root: Path, attentions: Sequence[str]) -> None:
+    """Refuse a model that is not the checkpoint: tensors made up, or left out of attention."""
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
         raise CheckpointError(
@@ -95,10 +108,41 @@ def load_model(
             code="model.unused_tensors",
             hint="config.json and the tensors disagree; compare them with the original model",
         )
-    model.requires_grad_(False).to(target)
-    name = str(model.dtype).removeprefix("torch.")
-    decoder = model.get_decoder()
-    return LoadedModel(model, decoder, target, name, model.config._attn_implementation)
+
+
+@torch.inference_mode()
+def _body(model: Any) -> tuple[Any, bool]:
+    """Return what to run, and whether it is only the text decoder, the whole needing images."""
+    decoder = None if model.config.is_encoder_decoder else model.get_decoder()
+    if decoder is None or decoder is model.base_model:
+        return model.base_model, False
+    try:
+        model.eval().base_model(input_ids=torch.tensor([[3, 4]], device=model.device))
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError):
+        return decoder, True
+    return model.base_model, False
+
+
+def _model_class(config: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Return the class that the checkpoint was saved from, else the one for its model type."""
+    import transformers
+
+    names = config.get("architectures") or [""]
+    named = getattr(transformers, str(names[0]), None)
+    if named is not None and not (trust_remote_code and config.get("auto_map")):
+        return named
+    if config.get("is_encoder_decoder"):
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
+
+
+def _implementation(model: Any) -> str:
+    return str(text_config_of(model)._attn_implementation)
+
+
+def text_config_of(model: Any) -> Any:
+    """Return the live configuration of the text decoder."""
+    return model.config.get_text_config(decoder=True)
 
 
 @contextmanager
@@ -134,25 +178,3 @@ def _device(name: str) -> torch.device:
 def _attention_implementation(config: dict[str, Any]) -> str | None:
     # transformers' sdpa drops `softcap` without a word; only eager applies it on every device
     return "eager" if text_config(config).get("attn_logit_softcapping") else None
-
-
-def module_list(loaded: LoadedModel, attentions: Sequence[str]) -> tuple[Module, ...]:
-    """Return the module tree as plain data, under the paths of the checkpoint's tensor names.
-
-    A checkpoint of the bare decoder (`layers.0…`) is shown from its decoder on.
-
-    Raises:
-        UnsupportedModelError: an attention path of the checkpoint is no module of the model.
-    """
-    for root in (loaded.model, loaded.decoder):
-        paths = {path for path, _ in root.named_modules()}
-        if paths.issuperset(attentions):
-            return tuple(
-                Module(path, type(module).__name__, module.extra_repr())
-                for path, module in root.named_modules()
-            )
-    missing = next(path for path in attentions if path not in paths)
-    raise UnsupportedModelError(
-        f"`{missing}` is no module of `{type(loaded.model).__name__}` as transformers builds it",
-        code="model.paths",
-    )

@@ -1,182 +1,272 @@
 """Observe keys and values where the cache receives them, queries where attention does.
 
-A transformers cache is handed K after q/k norm and rotation and before `repeat_kv`, and V as it is
-stored: exactly what a serving engine quantizes. So kvq passes a cache that reduces what it is
-given and stores nothing; the model itself is not touched. Queries never reach a cache: for them
+A transformers cache is handed K after q/k norm and rotation and before `repeat_kv`, V as it is
+stored, and under MLA the latent row and the rotated key: exactly what a serving engine quantizes.
+So kvq passes a cache that reduces what it is given and stores nothing; hooks that say which
+attention module is running tell whose states they are. Queries never reach a cache: for them
 alone the attention function is exchanged, by name in the model's config, while observing.
 """
 
+import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface
 
+from kvq.calibration.amax import Key, Observer
 from kvq.errors import CalibrationError
-from kvq.quantizers import KEY, QUERY, VALUE
+from kvq.geometry import LayerGeometry
+from kvq.quantizers import QUERY
 
 _names = (f"kvq_observed_{i}" for i in itertools.count())
 
 
 class LastLayerReached(Exception):
-    """Raised once the last layer was observed: nothing after it changes a maximum."""
+    """Raised once every layer was observed: nothing after it changes a maximum."""
 
 
-def head_amax(states: Tensor) -> Tensor:
-    """Return the maximum magnitude per head; NaN and infinity propagate.
+class _Watch:
+    """Knows which attention module is running, and when all of them have run."""
 
-    Args:
-        states: [batch, heads, seq_len, head_dim], any strides.
-
-    Returns:
-        float32 [heads]. Exact: a maximum rounds nothing, and float32 holds every bfloat16/float16.
-    """
-    per_token = states.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head_dim], as in memory
-    return per_token.abs().amax(0).amax(-1).float()
-
-
-class Observer:
-    """Running maxima: (layer index, quantizer) → amax [heads], and how many tokens were seen."""
-
-    def __init__(self, layers: Sequence[int], *, queries: bool) -> None:
-        self.layers = tuple(layers)
-        self.queries = queries
-        self.amax: dict[tuple[int, str], Tensor] = {}
-        self.tokens: dict[tuple[int, str], int] = {}
-
-    def see(self, layer_idx: int, quantizer: str, states: Tensor) -> None:
-        """Fold one batch of states [batch, heads, seq_len, head_dim] into the maximum."""
-        key = (layer_idx, quantizer)
-        amax = head_amax(states.detach())
-        seen = self.amax.get(key)
-        self.amax[key] = amax if seen is None else torch.maximum(seen, amax)
-        self.tokens[key] = self.tokens.get(key, 0) + states.shape[0] * states.shape[2]
-
-    def results(self) -> dict[tuple[int, str], Tensor]:
-        """Return all maxima on the CPU.
-
-        Raises:
-            CalibrationError: a layer or side was never observed, or saw NaN or infinity; all of
-                them are named.
-        """
-        sides = (QUERY, KEY, VALUE) if self.queries else (KEY, VALUE)
-        expected = [(layer, side) for layer in self.layers for side in sides]
-        missing = [key for key in expected if key not in self.amax]
-        if missing:
-            raise CalibrationError(
-                f"0 observations of {_listed(missing)}",
-                code="calibrate.not_observed",
-                hint="this architecture does not hand these layers to the cache; please report it",
-            )
-        results = {key: self.amax[key].cpu() for key in expected}
-        nonfinite = [key for key in expected if not results[key].isfinite().all()]
-        if nonfinite:
-            raise CalibrationError(
-                f"NaN or infinity in {_listed(nonfinite)}; nothing was written",
-                code="calibrate.nonfinite",
-                hint="float16 overflows where bfloat16 does not: try --dtype bfloat16 or float32",
-            )
-        return results
-
-
-def _listed(keys: Sequence[tuple[int, str]]) -> str:
-    return ", ".join(f"layer {layer} `{side}`" for layer, side in keys)
-
-
-class _ObservingCache(DynamicCache):
-    """Hands every update to the observer and stores nothing."""
-
-    def __init__(self, config: Any, observer: Observer) -> None:
-        super().__init__(config=config)
+    def __init__(self, observer: Observer) -> None:
         self.observer = observer
+        self.running: list[str] = []
+        self.latent: Tensor | None = None  # of the running MLA module
+        self.seen: Counter[Key] = Counter()
+        self.may_stop = False
+
+    def start(self) -> None:
+        """Begin a forward pass."""
+        self.running.clear()
+        self.seen.clear()
+
+    def finish(self) -> None:
+        """End a whole forward pass: where each layer ran just once, later ones may stop early."""
+        expected = set(self.observer.expected)
+        self.may_stop = set(self.seen) == expected and set(self.seen.values()) == {1}
+
+    def cached(self, first: Tensor, second: Tensor, layer_idx: int) -> None:
+        """Observe what the cache is handed: K and V, or MLA's latent and rotary part."""
+        if not self.running:
+            raise CalibrationError(
+                f"cache entry {layer_idx} is written by a module that config.json and the tensor "
+                "names do not show: its scales would be missing",
+                code="calibrate.unknown_layer",
+                hint="please report this architecture with its config.json",
+            )
+        layer = self.observer.layers[self.running[-1]]
+        if layer.kv_lora_rank is not None and first.shape[1] == layer.num_attention_heads > 1:
+            first, second = self._latent_row(layer, first)
+        for (quantizer, _), states in zip(layer.cached, (first, second), strict=False):
+            self.see(quantizer, states)  # a latent row without rotary part has no second
+
+    def _latent_row(self, layer: LayerGeometry, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latent and rotary part where transformers caches the expanded heads of MLA.
+
+        Args:
+            layer: its geometry.
+            keys: [batch, heads, seq_len, qk_nope_head_dim + qk_rope_head_dim]; the rotary part is
+                the same in every head.
+        """
+        rotary = keys[..., layer.qk_nope_head_dim :]  # perhaps of size 0
+        if self.latent is None or not torch.equal(rotary[:, 0], rotary[:, -1]):
+            raise CalibrationError(
+                f"`{layer.attention}` caches expanded heads without a latent row that kvq finds",
+                code="calibrate.mla",
+                hint="please report this architecture with its config.json",
+            )
+        return self.latent.unsqueeze(1), rotary[:, :1]
+
+    def see(self, quantizer: str, states: Tensor) -> None:
+        """Observe one state of the running module; stop once nothing else is to come."""
+        if not self.running:  # attention without a cache, such as an encoder's
+            return
+        key = self.running[-1], quantizer
+        self.observer.see(key, states)
+        self.seen[key] += 1
+        if self.may_stop and len(self.seen) == len(self.observer.expected):
+            raise LastLayerReached
+
+
+class _ObservingCache:
+    """Hands every update to the watch and keeps the last one only; mixed into a class of caches.
+
+    Some models look at the layer that they have just updated (GLM-5's sparse indexer).
+    """
+
+    watch: _Watch
+    layers: list[Any]
+    last: Any = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self.observer.see(layer_idx, KEY, key_states)
-        self.observer.see(layer_idx, VALUE, value_states)
-        if layer_idx == self.observer.layers[-1] and not self.observer.queries:
-            raise LastLayerReached
+        self.watch.cached(key_states, value_states, layer_idx)
+        if self.last is not None:
+            self.last.keys = self.last.values = None
+        if layer_idx < len(self.layers):
+            self.last = self.layers[layer_idx]
+            self.last.keys, self.last.values = key_states, value_states
         return key_states, value_states
 
 
+def _observing_cache(model: nn.Module, watch: _Watch, *, cross: bool = False) -> Any:
+    """Return a cache of the kind that the model makes itself (MiniMax has one of its own).
+
+    With `cross`, one for keys of the encoder: there, no layer has a window.
+    """
+    code = sys.modules[type(model).__module__]
+    own = [
+        kind
+        for kind in vars(code).values()
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache
+    ]
+    base = own[0] if own else DynamicCache
+    config: Any = model.config
+    kind = type(f"Observing{base.__name__}", (_ObservingCache, base), {})
+    cache = kind() if own or cross else kind(config=config)
+    cache.watch = watch
+    return cache
+
+
 @contextmanager
-def observing(decoder: nn.Module, observer: Observer) -> Iterator[Callable[[Tensor], None]]:
-    """Yield a function that runs token ids [batch, seq_len] through `decoder` under observation.
+def observing(
+    model: nn.Module, modules: Mapping[str, nn.Module], observer: Observer, *, cross: bool = False
+) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+    """Yield a function that runs a batch of model inputs under observation.
 
     Args:
-        decoder: a transformers decoder without language head, e.g. `LlamaModel`.
+        model: a transformers model; one without language head, such as `LlamaModel`, saves time.
+        modules: attention path → the module of `model` that it names.
         observer: receives the states; it may be used again for more data.
+        cross: the model is an encoder-decoder: it has a second cache for cross-attention.
     """
-    config: Any = decoder.config
+    watch = _Watch(observer)
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in parameters else "past_key_values"  # XLM's own name
+    # an encoder that shares its class with the decoder refuses the flag (Switch Transformers)
+    flags = {} if cross else {"use_cache": True}
 
     @torch.inference_mode()
-    def run(input_ids: Tensor) -> None:
-        cache = _ObservingCache(config, observer)
+    def run(inputs: Mapping[str, Tensor]) -> None:
+        watch.start()
+        cache = _observing_cache(model, watch)
+        if cross:
+            cache = EncoderDecoderCache(cache, _observing_cache(model, watch, cross=True))
         with suppress(LastLayerReached):
-            decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
+            model(**inputs, **{cache_name: cache}, **flags)
+            watch.finish()
 
-    training = [(module, module.training) for module in decoder.modules()]
-    decoder.eval()
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(_evaluating(model))
+        stack.enter_context(_hooked(model, modules, watch))
         if observer.queries:
-            with _observed_queries(decoder, observer):
-                yield run
-        else:
-            yield run
+            stack.enter_context(_observed_queries(model, watch))
+        yield run
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
     finally:
         for module, was_training in training:
             module.training = was_training
 
 
 @contextmanager
-def _observed_queries(decoder: nn.Module, observer: Observer) -> Iterator[None]:
-    """Exchange the attention function for one that observes the query and calls the original."""
-    config: Any = decoder.config
-    implementation: str = config._attn_implementation
-    layer_of = {
-        id(module): module.layer_idx
-        for module in decoder.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-    }
+def _hooked(model: nn.Module, modules: Mapping[str, nn.Module], watch: _Watch) -> Iterator[None]:
+    """Tell the watch when an attention module, or the module around it alone, is running."""
 
-    def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer_idx = layer_of[id(module)]
-        observer.see(layer_idx, QUERY, query)
-        if layer_idx == observer.layers[-1]:
-            raise LastLayerReached
-        return _original(module, implementation)(module, query, *args, **kwargs)
+    def entering(path: str) -> Callable[..., None]:
+        return lambda *_: watch.running.append(path)
 
-    name = next(_names)
-    attention_functions: dict = AttentionInterface._global_mapping
-    mask_functions: dict = AttentionMaskInterface._global_mapping
-    attention_functions[name] = attention
-    if implementation in mask_functions:
-        mask_functions[name] = mask_functions[implementation]
-    before = [(c, c._attn_implementation) for c in _configs(decoder)]
+    def leaving(*_: Any) -> None:
+        if watch.running:
+            watch.running.pop()
+
+    def latent(_: nn.Module, __: Any, output: Tensor) -> None:
+        watch.latent = output
+
+    handles = []
     try:
-        for module_config, _ in before:
-            module_config._attn_implementation = name
+        for path, module in [*modules.items(), *_wrappers(model, modules)]:
+            handles.append(module.register_forward_pre_hook(entering(path)))
+            handles.append(module.register_forward_hook(leaving, always_call=True))
+        for module in modules.values():
+            norm = getattr(module, "kv_a_layernorm", None)
+            if norm is not None:
+                handles.append(norm.register_forward_hook(latent))
         yield
     finally:
-        for module_config, original in before:
-            module_config._attn_implementation = original
-        del attention_functions[name]
-        mask_functions.pop(name, None)
+        for handle in handles:
+            handle.remove()
 
 
-def _configs(decoder: nn.Module) -> list[Any]:
+def _wrappers(
+    model: nn.Module, modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules around one attention module, in its layer: BigBird exchanges the inner one."""
+    names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    inside: dict[str, list[str]] = {}
+    for path, module in modules.items():
+        parent = names[id(module)].rpartition(".")[0]
+        while parent and not parent.rpartition(".")[2].isdigit():
+            inside.setdefault(parent, []).append(path)
+            parent = parent.rpartition(".")[0]
+    for parent, paths in inside.items():
+        if len(paths) == 1:
+            yield paths[0], model.get_submodule(parent)
+
+
+@contextmanager
+def _observed_queries(model: nn.Module, watch: _Watch) -> Iterator[None]:
+    """Exchange the attention function for one that observes the query and calls the original."""
+    attention_functions: dict = AttentionInterface._global_mapping
+    mask_functions: dict = AttentionMaskInterface._global_mapping
+    configs = _configs(model)
+    name_of = {implementation: next(_names) for _, implementation in configs}
+    for implementation, name in name_of.items():
+        attention_functions[name] = _observed(implementation, watch)
+        if implementation in mask_functions:
+            mask_functions[name] = mask_functions[implementation]
+    try:
+        for config, implementation in configs:
+            config._attn_implementation = name_of[implementation]
+        yield
+    finally:
+        for config, implementation in configs:
+            config._attn_implementation = implementation
+        for name in name_of.values():
+            del attention_functions[name]
+            mask_functions.pop(name, None)
+
+
+def _observed(implementation: str, watch: _Watch) -> Callable[..., Any]:
+    def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        watch.see(QUERY, query)
+        return _original(module, implementation)(module, query, *args, **kwargs)
+
+    return attention
+
+
+def _configs(model: nn.Module) -> list[tuple[Any, str]]:
+    """Return each config of the model's modules with its attention implementation."""
     found: Mapping[int, Any] = {
         id(module.config): module.config
-        for module in decoder.modules()
-        if hasattr(getattr(module, "config", None), "_attn_implementation")
+        for module in model.modules()
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) is not None
     }
-    return list(found.values())
+    return [(config, config._attn_implementation) for config in found.values()]
 
 
 def _original(module: nn.Module, implementation: str) -> Callable[..., Any]:

@@ -40,20 +40,16 @@ class Tally:
     rows_truncated: int = 0
     tokens_read: int = 0
 
-    def count(self, rows: Iterable[list[int]], vocab_size: int) -> Iterator[list[int]]:
-        """Count the rows, check their ids and leave out the empty ones."""
+    def count(
+        self, rows: Iterable[list[int]], vocab_size: int, *, keep: bool = False
+    ) -> Iterator[list[int]]:
+        """Count the rows, check their ids and, unless told to `keep` them, leave out empty ones."""
         for row in rows:
-            if row and not 0 <= min(row) <= max(row) < vocab_size:
-                bad = next(token for token in row if not 0 <= token < vocab_size)
-                raise InputError(
-                    f"row {self.rows_read} has the token id {bad}, expected 0 to {vocab_size - 1}",
-                    code="data.token_id",
-                    hint="use the tokenizer of this model, for `input_ids` too",
-                )
+            _check_ids(row, vocab_size, f"row {self.rows_read}")
             self.rows_read += 1
             self.rows_skipped_empty += not row
             self.tokens_read += len(row)
-            if row:
+            if row or keep:
                 yield row
 
     def truncate(self, rows: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
@@ -61,6 +57,16 @@ class Tally:
         for row in rows:
             self.rows_truncated += len(row) > seq_len
             yield row[:seq_len]
+
+
+def _check_ids(row: list[int], vocab_size: int, where: str) -> None:
+    if row and not 0 <= min(row) <= max(row) < vocab_size:
+        bad = next(token for token in row if not 0 <= token < vocab_size)
+        raise InputError(
+            f"{where} has the token id {bad}, expected 0 to {vocab_size - 1}",
+            code="data.token_id",
+            hint="use the tokenizer of this model, for `input_ids` too",
+        )
 
 
 def choose_columns(
@@ -118,9 +124,13 @@ def _is_text(value: object) -> bool:
 
 
 def token_rows(
-    table: Table, kind: str, columns: tuple[str, ...], tokenizer: "PreTrainedTokenizerBase | None"
-) -> Iterator[list[int]]:
-    """Return one list of token ids per row, an empty one for an empty row."""
+    table: Table, kind: str, columns: tuple[str, ...],
+    tokenizer: "PreTrainedTokenizerBase | None", *, target: bool = False,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Return one list of token ids per row, an empty one for an empty row.
+
+    With `target`, text is tokenized as a translation model's answer is.
+    """
     read: Callable[[Any, str], Any] = {"input_ids": _input_ids, "chat": _messages}.get(kind, _text)
     label = f"of `{'+'.join(columns)}` in `{table.name}`"
     rows = (
@@ -136,7 +146,7 @@ def token_rows(
             hint="add the tokenizer's files to the model folder, or give rows of `input_ids`",
         )
     if kind == "text":
-        return _tokenized(rows, tokenizer, add_special_tokens=True)
+        return _tokenized(rows, tokenizer, add_special_tokens=True, target=target)
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError(
             f"`{columns[0]}` of `{table.name}` holds chats, and the tokenizer has no chat template",
@@ -145,6 +155,23 @@ def token_rows(
         )
     texts = (_render(row, f"row {i} {label}", tokenizer) for i, row in enumerate(rows))
     return _tokenized(texts, tokenizer, add_special_tokens=False)  # the template wrote them
+
+
+def target_rows(
+    table: Table, column: str, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
+) -> Iterator[list[int]]:
+    """Return the token ids of what the decoder answers, row by row; integers are ids already."""
+    if column not in table.columns:
+        listed = ", ".join(f"`{known}`" for known in table.columns)
+        raise InputError(
+            f"`{table.name}` has no column `{column}`, its columns are {listed}",
+            code="data.no_column",
+            hint="name one of them with `--target-column`",
+        )
+    kind = "input_ids" if isinstance(table.first(column), list) else "text"
+    for i, row in enumerate(token_rows(table, kind, (column,), tokenizer, target=True)):
+        _check_ids(row, vocab_size, f"`{column}` of row {i}")
+        yield row
 
 
 def _input_ids(values: list[Any], where: str) -> list[int]:
@@ -207,8 +234,9 @@ def _render(messages: list[Any], where: str, tokenizer: "PreTrainedTokenizerBase
 
 
 def _tokenized(
-    texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool
-) -> Iterator[list[int]]:
+    texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool,
+    target: bool = False,
+) -> Iterator[list[int]]:  # fmt: skip
     texts, size = iter(texts), 1
     while chunk := list(itertools.islice(texts, size)):
         size = min(2 * size, _CHUNK)  # small at first: a few rows may be all that is needed
@@ -216,6 +244,7 @@ def _tokenized(
         encoded: Iterator[list[int]] = iter(())
         if kept:
             options = {"padding": False, "truncation": False, "verbose": False}
-            batch = tokenizer(kept, add_special_tokens=add_special_tokens, **options)
+            texts_as = {"text_target": kept} if target else {"text": kept}
+            batch = tokenizer(**texts_as, add_special_tokens=add_special_tokens, **options)
             encoded = iter(batch["input_ids"])
         yield from (next(encoded) if text else [] for text in chunk)

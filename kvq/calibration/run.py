@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from kvq.calibration.amax import Observer
+from kvq.calibration.batches import Sequence as TokenSequence
 from kvq.calibration.model import LoadedModel
-from kvq.calibration.observe import Observer, observing
+from kvq.calibration.observe import observing
+from kvq.errors import CalibrationError, UnsupportedModelError
+from kvq.geometry import is_text_path
 
 Progress = Callable[[int, int, float], None]  # tokens done, tokens in all, seconds since start
 
@@ -45,12 +49,15 @@ def fixed_threads() -> Iterator[int]:
 
 def run_batches(
     loaded: LoadedModel,
+    modules: Mapping[str, nn.Module],
     observer: Observer,
-    sequences: Sequence[np.ndarray],
+    sequences: Sequence[TokenSequence],
     plan: Sequence[Sequence[int]],
     progress: Progress | None = None,
+    *,
+    cross: bool = False,
 ) -> None:
-    """Run every batch of the plan; `plan` holds indices into `sequences` of equal length.
+    """Run every batch of the plan; `plan` holds indices into `sequences` of equal lengths.
 
     On the CPU the sequences of a batch run one by one, so that the maxima do not depend on the
     batch size: a matrix product of another height sums in another order there. Measured on a
@@ -59,13 +66,36 @@ def run_batches(
     """
     total = sum(len(sequence) for sequence in sequences)
     done, start = 0, time.perf_counter()
-    with observing(loaded.decoder, observer) as run:
+    with observing(loaded.body, modules, observer, cross=cross) as run:
         for batch in _runs(plan, loaded.device):
-            input_ids = torch.from_numpy(np.stack([sequences[i] for i in batch]))
-            run(input_ids.to(loaded.device))
-            done += input_ids.numel()
+            inputs = _inputs([sequences[i] for i in batch])
+            try:
+                run({name: ids.to(loaded.device) for name, ids in inputs.items()})
+            except torch.OutOfMemoryError as error:
+                raise CalibrationError(
+                    f"out of memory on {loaded.device} with {len(batch)} sequences in a batch",
+                    code="calibrate.memory",
+                    hint="lower --batch-size or --seq-len",
+                ) from error
+            except (RuntimeError, ValueError, TypeError, AttributeError, LookupError,
+                    AssertionError, NotImplementedError) as error:  # fmt: skip
+                raise UnsupportedModelError(
+                    f"`{type(loaded.model).__name__}` does not run on token ids alone: "
+                    f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}",
+                    code="model.forward",
+                    hint="the Python API takes any inputs",
+                ) from error
+            done += sum(ids.numel() for ids in inputs.values())
             if progress is not None:
                 progress(done, total, time.perf_counter() - start)
+
+
+def _inputs(batch: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
+    inputs = {"input_ids": torch.from_numpy(np.stack([one.token_ids for one in batch]))}
+    decoder = [one.decoder_ids for one in batch if one.decoder_ids is not None]
+    if decoder:
+        inputs["decoder_input_ids"] = torch.from_numpy(np.stack(decoder))
+    return inputs
 
 
 def _runs(plan: Sequence[Sequence[int]], device: torch.device) -> Iterator[Sequence[int]]:
@@ -75,13 +105,18 @@ def _runs(plan: Sequence[Sequence[int]], device: torch.device) -> Iterator[Seque
 
 def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate:
     """Estimate memory and time before the first batch; each shape of linear layer is timed once."""
-    linears = [module for module in loaded.decoder.modules() if isinstance(module, nn.Linear)]
+    linears = [
+        module
+        for name, module in loaded.body.named_modules()
+        # of a mixture's experts a token visits few, and text visits no other modality's tower
+        if type(module) is nn.Linear and "expert" not in name and is_text_path(name)
+    ]
     shapes = Counter(tuple(linear.weight.shape) for linear in linears)
     one_of = {tuple(linear.weight.shape): linear for linear in linears}
     seconds = sum(_seconds(one_of[shape], batch_tokens) * n for shape, n in shapes.items())
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     widest = max((sum(shape) for shape in shapes), default=0)
-    item = next(loaded.decoder.parameters()).element_size()
+    item = next(loaded.body.parameters()).element_size()
     return Estimate(weights + 4 * batch_tokens * widest * item, seconds * tokens / batch_tokens)
 
 

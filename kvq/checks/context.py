@@ -25,7 +25,7 @@ class Context:
     provenance: Provenance | None = None
     reference: dict[str, list[float]] | None = None
     rtol: float = 0.0
-    by_layer: dict[tuple[int, str], FoundScale] = field(default_factory=dict)
+    by_side: dict[tuple[str, str], FoundScale] = field(default_factory=dict)  # attention, side
 
 
 Rule = Callable[[Context], Iterator[Finding]]

@@ -21,7 +21,7 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
     """Every layer with a KV cache has a K and a V scale."""
     for layer in context.geometry.layers:
         for side in ("k", "v"):
-            if (layer.layer_idx, side) not in context.by_layer:
+            if (layer.attention, side) not in context.by_side:
                 yield Finding(
                     "scale.missing", "error",
                     f"layer {layer.layer_idx} has no {side} scale under its name: an engine "
@@ -35,10 +35,10 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
 def shape_and_dtype(context: Context) -> Iterator[Finding]:
     """Each scale has one value, or one per head, in a float dtype that holds it."""
     strategy = context.view.kv_cache_scheme.get("strategy", "tensor")
-    heads = {g.layer_idx: g for g in context.geometry.layers}
+    heads = {layer.attention: layer for layer in context.geometry.layers}
     for scale in context.scales:
         info = context.view.tensors[scale.tensor]
-        layer = heads[scale.layer_idx]
+        layer = heads[scale.attention]
         per_head = layer.num_attention_heads if scale.side == "q" else layer.num_key_value_heads
         expected = per_head if strategy == "attn_head" else 1
         where = (scale.layer_idx, scale.tensor, info.path.name)
@@ -117,9 +117,9 @@ def _zero(context: Context, tensor: str, leaf: str) -> bool:
 @rule
 def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
     """A query scale in some layers leaves 1.0 in the others."""
-    have = {scale.layer_idx for scale in context.scales if scale.side == "q"}
+    have = {scale.attention for scale in context.scales if scale.side == "q"}
     for layer in context.geometry.layers:
-        if have and layer.layer_idx not in have:
+        if have and layer.attention not in have:
             yield Finding(
                 "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
                 layer.layer_idx, f"{layer.attention}.q_scale",
@@ -157,8 +157,7 @@ def _constant(context: Context, scale: FoundScale) -> bool:
 def _status(context: Context, scale: FoundScale) -> str | None:
     if context.provenance is None:
         return None
-    attention = scale.tensor.rpartition(".")[0]
-    return context.provenance.status.get(attention, {}).get(scale.side)
+    return context.provenance.status.get(scale.attention, {}).get(scale.side)
 
 
 @rule
@@ -169,8 +168,7 @@ def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
         return
     number_format = get_format(provenance.format)
     for scale in context.scales:
-        attention = scale.tensor.rpartition(".")[0]
-        amax = provenance.amax.get(f"{attention}.{scale.side}_bmm_quantizer")
+        amax = provenance.observed(scale.attention, scale.side)
         status = _status(context, scale)
         found = [float(v) for v in context.values.get(scale.tensor, _NONE).ravel()]
         if status is None or not amax:
@@ -179,7 +177,8 @@ def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
             expected = [number_format.scale(FP8_E4M3.element.max)] * len(found)
         else:
             per_head = provenance.granularity == "head"
-            expected = [number_format.scale(a) for a in (amax if per_head else [max(amax)])]
+            values = amax if per_head else [max(amax)]
+            expected = [number_format.scale(value * provenance.margin) for value in values]
         if expected != found:
             yield Finding(
                 "provenance.scale", "error", f"`{scale.tensor}` does not follow from its amax",

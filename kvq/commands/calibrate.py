@@ -27,6 +27,9 @@ def calibrate(
     ] = "builtin",
     split: Annotated[str | None, typer.Option(help="Rows to take, e.g. train[:512].")] = None,
     text_column: Annotated[str | None, typer.Option(help="Column that holds the text.")] = None,
+    target_column: Annotated[
+        str | None, typer.Option(help="Column that an encoder-decoder model's decoder answers.")
+    ] = None,
     chat_template: Annotated[
         bool | None, typer.Option(help="Render chat columns with the template.")
     ] = None,
@@ -66,7 +69,8 @@ def calibrate(
             hint='pip install "kvq[calibrate]"',
         ) from error
     data = DataOptions(
-        dataset=dataset, split=split, text_column=text_column, chat_template=chat_template,
+        dataset=dataset, split=split, text_column=text_column, target_column=target_column,
+        chat_template=chat_template,
         pack=pack, seq_len=seq_len, num_samples=num_samples, seed=seed, min_tokens=min_tokens,
     )  # fmt: skip
     options = CalibrateOptions(

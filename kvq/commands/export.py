@@ -26,6 +26,9 @@ def export(
     granularity: Annotated[str | None, typer.Option(help="tensor or head.")] = None,
     dialect: Annotated[str, typer.Option(help="auto or compressed-tensors.")] = "auto",
     link: Annotated[str, typer.Option(help="auto, hard, copy or symbolic.")] = "auto",
+    allow_unread: Annotated[
+        bool, typer.Option("--allow-unread", help="Write even what vLLM would not read.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan only.")] = False,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -37,7 +40,10 @@ def export(
 
     root = locate(model)
     check_output(out, overwrite=overwrite, link=link, inputs=[root, scales])
-    plan = plan_export(root, scales, kv_cfg=kv_cfg, granularity=granularity, dialect=dialect)
+    plan = plan_export(
+        root, scales, kv_cfg=kv_cfg, granularity=granularity, dialect=dialect,
+        allow_unread=allow_unread,
+    )  # fmt: skip
     notices = plan.notices
     if not dry_run:
         notices += write_export(plan, root, out, overwrite=overwrite, link=link)

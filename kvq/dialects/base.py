@@ -21,9 +21,10 @@ class DialectPlan:
 
 @dataclass(frozen=True)
 class FoundScale:
-    """A scale tensor in a checkpoint: layer index, side (`k`, `v` or `q`) and its name."""
+    """A scale tensor in a checkpoint: its layer and attention, side (`k`, `v`, `q`) and name."""
 
     layer_idx: int
+    attention: str
     side: str
     tensor: str
 

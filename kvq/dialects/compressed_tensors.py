@@ -66,7 +66,7 @@ class CompressedTensors:
             scales = {
                 scale.side: tuple(float(value) for value in view.read(scale.tensor).ravel())
                 for scale in found
-                if scale.layer_idx == layer.layer_idx
+                if scale.attention == layer.attention
             }
             status = dict.fromkeys(scales, "unknown")
             layers.append(LayerScales(layer.layer_idx, layer.attention, scales, status))
@@ -75,7 +75,7 @@ class CompressedTensors:
     def find(self, view: CheckpointView, geometry: Geometry) -> tuple[FoundScale, ...]:
         """Return the scales stored under `<attention>.{k,v,q}_scale`."""
         return tuple(
-            FoundScale(layer.layer_idx, side, name)
+            FoundScale(layer.layer_idx, layer.attention, side, name)
             for layer in geometry.layers
             for side in ("q", "k", "v")
             if (name := f"{layer.attention}.{side}_scale") in view.tensors

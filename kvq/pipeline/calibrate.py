@@ -1,7 +1,7 @@
 """Calibrate: checkpoint and data in, statistics out."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,23 @@ from kvq.checkpoint import (
 )
 from kvq.configs import QuantConfig, get_config, resolve
 from kvq.errors import CheckpointError, InputError
-from kvq.files import check_target
-from kvq.geometry import Geometry, count, read_geometry, text_config
+from kvq.files import check_target, read_json
+from kvq.geometry import (
+    CROSS,
+    MAX_POSITIONS,
+    Geometry,
+    LayerGeometry,
+    count,
+    read_geometry,
+    text_config,
+    with_defaults,
+)
 from kvq.pipeline.locate import locate
-from kvq.quantizers import KEY, QUERY, VALUE
+from kvq.quantizers import QUERY
 from kvq.state import Calibration, LayerStats, write_calibration
 
 AUTO_BATCH_TOKENS = {"cuda": 16384}  # elsewhere sequences run one by one
+Key = tuple[str, str]  # attention path, quantizer
 Notify = Callable[[str], None]
 Progress = Callable[[int, int, float], None]
 
@@ -71,7 +81,9 @@ def calibrate(
     view = open_checkpoint(root)
     geometry = read_geometry(view.config, view.tensors)
     _check_observable(view, geometry)
-    data = _load_data(root, view, options)
+    for notice in _geometry_notices(view, geometry):
+        notify(notice)
+    data = _load_data(root, view, geometry, options)
     for notice in data.notices:
         notify(notice)
     calibration = _observe(root, view, geometry, data, entries, options, notify, progress)
@@ -103,7 +115,26 @@ def _check_observable(view: CheckpointView, geometry: Geometry) -> None:
         )
 
 
-def _load_data(root: Path, view: CheckpointView, options: CalibrateOptions) -> CalibrationData:
+def _geometry_notices(view: CheckpointView, geometry: Geometry) -> Iterator[str]:
+    towers = [name for name in ("vision", "audio") if f"{name}_config" in view.config]
+    if towers:
+        yield (
+            f"The text decoder alone is calibrated: the {' and '.join(towers)} tower stays as it "
+            "is, and no image or audio tokens are seen."
+        )
+    if geometry.drafts:
+        yield (
+            f"{len(geometry.drafts)} draft layers (`{geometry.drafts[0]}`) are never run by "
+            "transformers: they get no scales."
+        )
+    sharing = [layer for layer in geometry.layers if layer.shared_from]
+    if sharing:
+        yield f"{len(sharing)} layers read the cache of an earlier one and get its scales."
+
+
+def _load_data(
+    root: Path, view: CheckpointView, geometry: Geometry, options: CalibrateOptions
+) -> CalibrationData:
     from transformers import AutoTokenizer
 
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -119,12 +150,31 @@ def _load_data(root: Path, view: CheckpointView, options: CalibrateOptions) -> C
                 code="model.tokenizer",
                 hint="rows of `input_ids` need none: remove the tokenizer's files to use them",
             ) from error
-    text = text_config(view.config)
+    text = with_defaults(text_config(view.config))
+    endless = "relative_attention_num_buckets" in text  # T5: n_positions is a mere habit
     return load(
         options.data,
         tokenizer,
-        max_length=count(text, "max_position_embeddings", default=None),
-        vocab_size=count(text, "vocab_size"),
+        max_length=None if endless else count(text, *MAX_POSITIONS, default=None),
+        vocab_size=count(text, "vocab_size", "vocab_size_or_config_json_file"),
+        decoder_start=_decoder_start(view, text) if geometry.is_encoder_decoder else None,
+    )
+
+
+def _decoder_start(view: CheckpointView, text: Mapping[str, Any]) -> int:
+    generation = view.root / "generation_config.json"
+    places = [view.config, read_json(generation) if generation.exists() else {}, text]
+    keys = ["decoder_start_token_id", "bos_token_id"]
+    if "relative_attention_num_buckets" in text:  # T5 and its kin begin with padding
+        keys[1] = "pad_token_id"
+    for key in keys:
+        for place in places:
+            if type(place.get(key)) is int:
+                return int(place[key])
+    raise CheckpointError(
+        "config.json names no `decoder_start_token_id`, with which a decoder begins",
+        code="model.decoder_start",
+        hint="add it to config.json, as in the model's generation_config.json",
     )
 
 
@@ -132,53 +182,46 @@ def _observe(
     root: Path, view: CheckpointView, geometry: Geometry, data: CalibrationData,
     entries: QuantConfig, options: CalibrateOptions, notify: Notify, progress: Progress | None,
 ) -> Calibration:  # fmt: skip
-    import torch
+    from kvq.calibration.amax import Observer
+    from kvq.calibration.model import load_model
+    from kvq.calibration.modules import attention_modules, module_list
+    from kvq.calibration.run import fixed_threads, run_batches
 
-    from kvq.calibration.model import load_model, module_list
-    from kvq.calibration.observe import Observer
-    from kvq.calibration.run import estimate, fixed_threads, run_batches
-
-    names = [f"{layer.attention}.{q}" for layer in geometry.layers for q in (QUERY, KEY, VALUE)]
+    names = [f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers]
     quantizers = resolve(entries, names)
     queries = any(config and name.endswith(QUERY) for name, config in quantizers.items())
+    if queries and geometry.is_mla:
+        raise InputError(
+            f"{options.kv_cfg} includes queries: engines quantize the query of MLA after absorbing "
+            "a projection into it, a tensor that transformers never computes",
+            code="calibrate.mla_query",
+            hint="use a KV configuration, e.g. FP8_KV_CFG",
+        )
+    paths = [layer.attention for layer in geometry.layers]
     with fixed_threads() as threads:
         loaded = load_model(
             root, dict(view.config), device=options.device, dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code,
-            attentions=[layer.attention for layer in geometry.layers],
+            trust_remote_code=options.trust_remote_code, attentions=paths,
         )  # fmt: skip
-        modules = module_list(loaded, [layer.attention for layer in geometry.layers])
-        sequences = [sequence.token_ids for sequence in data.sequences]
-        longest = max(len(sequence) for sequence in sequences)
-        batch_size = options.batch_size or max(
-            1, AUTO_BATCH_TOKENS.get(loaded.device.type, 0) // longest
-        )
-        tokens = sum(len(sequence) for sequence in sequences)
-        guess = estimate(loaded, tokens=tokens, batch_tokens=batch_size * longest)
-        notify(
-            f"{len(sequences)} sequences, {tokens} tokens, batches of {batch_size} on "
-            f"{loaded.device}, at least {guess.memory_bytes / 2**30:.1f} GiB and "
-            f"{guess.seconds:.0f} s"
-        )
-        observer = Observer([layer.layer_idx for layer in geometry.layers], queries=queries)
+        modules = module_list(loaded.model, paths)
+        batch_size = options.batch_size or _batch_size(loaded.device.type, data)
+        _announce(loaded, data, batch_size, notify)
+        observer = Observer(geometry.layers, queries=queries)
         plan = plan_batches(data.sequences, batch_size)
-        run_batches(loaded, observer, sequences, plan, progress)
+        attentions = attention_modules(loaded.body, paths)
+        run_batches(loaded, attentions, observer, data.sequences, plan, progress,
+                    cross=geometry.is_encoder_decoder)  # fmt: skip
         results = observer.results()
-    layers = []
-    for layer in geometry.layers:
-        amax = {
-            side: np.asarray(results[layer.layer_idx, side].numpy(), np.float32)
-            for side in (QUERY, KEY, VALUE)
-            if (layer.layer_idx, side) in results
-        }
-        seen = observer.tokens[layer.layer_idx, KEY]
-        layers.append(LayerStats(layer.layer_idx, layer.attention, amax, seen))
     return Calibration(
         kv_cfg=options.kv_cfg,
-        layers=tuple(layers),
+        layers=layer_statistics(geometry.layers, results, observer.tokens),
         quantizers=quantizers,
         modules=modules,
-        model=_model_identity(view, geometry, loaded),
+        model={
+            **model_identity(geometry, attentions),
+            "config_digest": config_digest(view.config),
+            "weight_fingerprint": weight_fingerprint(view),
+        },
         data=data.identity,
         run={
             "observer": "amax",
@@ -187,33 +230,64 @@ def _observe(
             "dtype": loaded.dtype,
             "attention": loaded.attention,
             "threads": threads,
-            "versions": _versions(torch.__version__),
+            "versions": versions(),
         },
     )
 
 
-def _model_identity(view: CheckpointView, geometry: Geometry, loaded: Any) -> dict[str, Any]:
-    classes = {
-        type(module).__name__
-        for module in loaded.decoder.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and "attention" in type(module).__name__.lower()
-    }
+def _batch_size(device: str, data: CalibrationData) -> int:
+    longest = max(len(sequence) for sequence in data.sequences)
+    return max(1, AUTO_BATCH_TOKENS.get(device, 0) // longest)
+
+
+def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notify) -> None:
+    from kvq.calibration.run import estimate
+
+    if loaded.text_alone:
+        notify("The whole model needs more than tokens: its text decoder is run alone.")
+    lengths = [len(sequence) for sequence in data.sequences]
+    guess = estimate(loaded, tokens=sum(lengths), batch_tokens=batch_size * max(lengths))
+    notify(
+        f"{len(lengths)} sequences, {sum(lengths)} tokens, batches of {batch_size} on "
+        f"{loaded.device}, at least {guess.memory_bytes / 2**30:.1f} GiB and {guess.seconds:.0f} s"
+    )
+
+
+def layer_statistics(
+    layers: Sequence[LayerGeometry], results: Mapping[Key, Any], tokens: Mapping[Key, int]
+) -> tuple[LayerStats, ...]:
+    """Return each layer's maxima; a layer that reads another's cache has that one's."""
+    found = []
+    for layer in layers:
+        source = layer.shared_from or layer.attention
+        amax = {}
+        for quantizer in layer.quantizers:
+            key = (layer.attention if quantizer == QUERY else source, quantizer)
+            if key in results:
+                amax[quantizer] = np.asarray(results[key].numpy(), np.float32)
+        seen = tokens[source, layer.cached[0][0]]
+        found.append(LayerStats(layer.layer_idx, layer.attention, amax, seen, layer.shared_from))
+    return tuple(found)
+
+
+def model_identity(geometry: Geometry, attentions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a calibration records about the model, without its weights."""
+    first = next((layer for layer in geometry.layers if layer.kind != CROSS), geometry.layers[0])
     return {
         "architecture": geometry.architecture,
-        "attention_class": sorted(classes)[0] if classes else None,
+        "attention_class": type(attentions[first.attention]).__name__,
         "num_hidden_layers": geometry.num_hidden_layers,
-        "config_digest": config_digest(view.config),
-        "weight_fingerprint": weight_fingerprint(view),
     }
 
 
-def _versions(torch_version: str) -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of everything that computes."""
+    import torch
     import transformers
 
     return {
         "kvq": kvq.__version__,
         "python": platform.python_version(),
-        "torch": torch_version,
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

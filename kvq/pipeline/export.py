@@ -19,9 +19,9 @@ from kvq.checkpoint import (
 from kvq.configs import get_config, with_granularity
 from kvq.dialects import get_dialect
 from kvq.dialects.base import DialectPlan
-from kvq.errors import CheckpointError
+from kvq.errors import CheckpointError, DialectError
 from kvq.files import MARKER
-from kvq.geometry import read_geometry
+from kvq.geometry import Geometry, read_geometry
 from kvq.quantizers import QUERY
 from kvq.scales import ScaleSet, compute_scales
 from kvq.state import Calibration, read_calibration
@@ -67,27 +67,46 @@ class ExportPlan:
 
 def plan_export(
     model: Path, calibration_path: Path, *, kv_cfg: str | None = None,
-    granularity: str | None = None, dialect: str = "auto",
+    granularity: str | None = None, dialect: str = "auto", allow_unread: bool = False,
 ) -> ExportPlan:  # fmt: skip
     """Plan an export without writing anything.
+
+    With `allow_unread`, scales that vLLM would not read are planned nevertheless.
 
     Raises:
         KvqError: whatever would make the result wrong or unreadable, with the way that works.
     """
     calibration = read_calibration(calibration_path)
     view = open_checkpoint(model)
-    check_same_model(calibration, view)
+    geometry = check_same_model(calibration, view)
+    unread = _unread(geometry)
+    if unread and not allow_unread:
+        raise DialectError(
+            unread,
+            code="export.unread",
+            hint="--allow-unread writes the scales nevertheless, for engines that read them",
+        )
     entries = get_config(kv_cfg or calibration.kv_cfg)
     if granularity is not None:
         entries = with_granularity(entries, granularity)
     scales = compute_scales(calibration, entries)
     name = "compressed-tensors" if dialect == "auto" else dialect
     written = get_dialect(name).plan(scales, view, calibration.model.get("attention_class"))
-    return _assemble(view, calibration, scales, written, name)
+    return _assemble(view, calibration, scales, written, name, unread)
 
 
-def check_same_model(calibration: Calibration, view: CheckpointView) -> None:
-    """Refuse scales of another architecture or of other weights."""
+def _unread(geometry: Geometry) -> str | None:
+    """Return why vLLM would not read the scales, None if it would."""
+    if geometry.is_mla:
+        return (
+            f"`{geometry.architecture}` caches a latent row (MLA): vLLM 0.32 reads no scale of "
+            "such a layer under any name, and an fp8 cache would run at scale 1.0"
+        )
+    return None
+
+
+def check_same_model(calibration: Calibration, view: CheckpointView) -> Geometry:
+    """Return the checkpoint's geometry; refuse scales of another architecture or other weights."""
     geometry = read_geometry(view.config, view.tensors)
     if calibration.model["architecture"] != geometry.architecture:
         raise CheckpointError(
@@ -106,6 +125,13 @@ def check_same_model(calibration: Calibration, view: CheckpointView) -> None:
             hint="calibrate this model",
         )
     for layer, stats in zip(geometry.layers, calibration.layers, strict=True):
+        if {*stats.amax} - {QUERY} != {*layer.quantizers} - {QUERY}:
+            raise CheckpointError(
+                f"layer {layer.layer_idx} has statistics of {sorted(stats.amax)}, the checkpoint "
+                f"caches {sorted(name for name, _ in layer.cached)}",
+                code="export.quantizers",
+                hint="calibrate this model",
+            )
         for quantizer, amax in stats.amax.items():
             query = quantizer == QUERY
             heads = layer.num_attention_heads if query else layer.num_key_value_heads
@@ -124,6 +150,7 @@ def check_same_model(calibration: Calibration, view: CheckpointView) -> None:
             code="export.weights",
             hint="calibrate this model; scales of other weights clip or waste range",
         )
+    return geometry
 
 
 def _old_scales(view: CheckpointView) -> set[str]:
@@ -134,10 +161,12 @@ def _old_scales(view: CheckpointView) -> set[str]:
 
 def _assemble(
     view: CheckpointView, calibration: Calibration, scales: ScaleSet, written: DialectPlan,
-    dialect: str,
+    dialect: str, unread: str | None,
 ) -> ExportPlan:  # fmt: skip
     old = _old_scales(view)
     notices = _left_behind(view)
+    if unread:
+        notices.append(unread)
     kept = []
     for source in view.loaded_files:
         if source.startswith("consolidated"):
@@ -218,6 +247,8 @@ def _metadata(calibration: Calibration, scales: ScaleSet, dialect: str) -> dict[
         "calibration": calibration.digest,
         "weight_fingerprint": calibration.model["weight_fingerprint"],
         "attention_class": calibration.model.get("attention_class"),
+        "margin": calibration.margin,
+        "skip_layers": list(calibration.skip_layers),
         "amax": {
             f"{layer.attention}.{quantizer}": [float(value) for value in amax]
             for layer in calibration.layers

@@ -16,8 +16,8 @@ from kvq.dialects.compressed_tensors import CompressedTensors
 from kvq.errors import CalibrationError
 from kvq.formats import FP8_E4M3
 from kvq.geometry import Geometry, read_geometry
-from kvq.provenance import read_provenance
-from kvq.quantizers import QuantizerConfig
+from kvq.provenance import Provenance, read_provenance
+from kvq.quantizers import KEY_PE, KV_C, QuantizerConfig
 from kvq.scales import SHORT, compute_scales
 from kvq.state import Calibration, Module, is_calibration, read_calibration
 from kvq.tree import attention_lines, calibration_tree, render_tree
@@ -28,7 +28,6 @@ OTHER_SPELLINGS = re.compile(
 )
 OUTLIER_RATIO = 20.0  # times the median of the layers
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-QUANTIZER = {short: name for name, short in SHORT.items()}
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
     rows = [
         LayerRow(
             layer.layer_idx, layer.attention,
-            {SHORT[name]: float(amax.max()) for name, amax in layer.amax.items()},
+            _amax_by_side({name: float(amax.max()) for name, amax in layer.amax.items()}),
             by_layer.get(layer.layer_idx, {}), layer.tokens, (),
         )
         for layer in calibration.layers
@@ -117,6 +116,12 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
         f"{data['source']['name']}{problem}"
     )
     return Inspection("calibration", calibration_tree(calibration), _flagged(rows), summary)
+
+
+def _amax_by_side(amax: Mapping[str, float]) -> dict[str, float]:
+    """Return amax by side; under MLA the latent stands under k, the rotary part under v."""
+    names = {KV_C: "k", KEY_PE: "v"}
+    return {names.get(name, SHORT[name]): value for name, value in amax.items()}
 
 
 def _flagged(rows: list[LayerRow]) -> tuple[LayerRow, ...]:
@@ -149,31 +154,31 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
         tokens = provenance.tokens.get(layer.attention) if provenance else None
         rows.append(LayerRow(layer.layer_idx, layer.attention, amax, layer.scales, tokens, ()))
     flagged = _flagged(rows)
-    tree = _attention_trees(
-        view, geometry, flagged, provenance.attention_class if provenance else None
-    )
+    tree = _attention_trees(view, geometry, flagged, provenance)
     return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))
 
 
 def _attention_trees(
-    view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...], recorded: str | None
-) -> str:
+    view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...],
+    provenance: Provenance | None,
+) -> str:  # fmt: skip
     family = geometry.architecture.removesuffix("ForCausalLM")
+    recorded = provenance.attention_class if provenance else None
     name = recorded or f"{family}Attention [derived name]"
     granularity = "head" if view.kv_cache_scheme.get("strategy") == "attn_head" else "tensor"
-    quantizer = QuantizerConfig("fp8_e4m3", granularity)
+    config = QuantizerConfig("fp8_e4m3", granularity)
     parts = []
-    for row in rows:
-        amax = {
-            QUANTIZER[side]: (quantizer, np.array([FP8_E4M3.amax(value) for value in values]))
-            for side, values in row.scale.items()
-            if values
-        }
+    for layer, row in zip(geometry.layers, rows, strict=True):
+        enabled = {}
+        for quantizer in layer.quantizers:
+            values = row.scale.get(SHORT[quantizer])
+            if values:
+                recorded_amax = provenance.amax.get(f"{row.attention}.{quantizer}") if (
+                    provenance and layer.kv_lora_rank is not None) else None  # fmt: skip
+                amax = recorded_amax or [FP8_E4M3.amax(value) for value in values]
+                enabled[quantizer] = (config, np.array(amax))
         path, _, leaf = row.attention.rpartition(".")
-        lines = {
-            f"{leaf}.{line_path.removeprefix(row.attention + '.')}": line
-            for line_path, line in attention_lines(row.attention, amax).items()
-        }
+        lines = attention_lines(leaf, layer.quantizers, enabled)
         body = render_tree([Module("", "", ""), Module(leaf, name, "")], lines)
         inner = "\n".join(line[2:] for line in body.splitlines()[1:-1])
         parts.append(f"{path}:\n{inner}")

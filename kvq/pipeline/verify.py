@@ -49,7 +49,7 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
         provenance=provenance,
         reference=None if against is None else read_reference(against, view, scales, provenance),
         rtol=rtol,
-        by_layer={(scale.layer_idx, scale.side): scale for scale in scales},
+        by_side={(scale.attention, scale.side): scale for scale in scales},
     )
     findings = unreadable + [finding for rule in RULES for finding in rule(context)]
     findings.sort(key=lambda f: (-1 if f.layer_idx is None else f.layer_idx, f.tensor or ""))

@@ -9,17 +9,23 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 
 
 def observe(path, sequences, plan, *, queries=True):
+    from kvq.calibration.amax import Observer
+    from kvq.calibration.batches import Sequence
     from kvq.calibration.model import load_model
-    from kvq.calibration.observe import Observer
+    from kvq.calibration.modules import attention_modules
     from kvq.calibration.run import run_batches
     from kvq.files import read_json
+    from kvq.pipeline.live import live_geometry
 
     loaded = load_model(
         path, read_json(path / "config.json"), device="cuda", dtype="auto", trust_remote_code=False
     )
-    observer = Observer(range(loaded.model.config.num_hidden_layers), queries=queries)
-    run_batches(loaded, observer, sequences, plan)
-    return {key: amax.numpy() for key, amax in observer.results().items()}
+    layers = live_geometry(loaded.model).layers
+    attentions = attention_modules(loaded.body, [layer.attention for layer in layers])
+    observer = Observer(layers, queries=queries)
+    run_batches(loaded, attentions, observer, [Sequence(s) for s in sequences], plan)
+    number = {layer.attention: layer.layer_idx for layer in layers}
+    return {(number[path], q): amax.numpy() for (path, q), amax in observer.results().items()}
 
 
 @NO_CUDA

@@ -100,7 +100,10 @@ def test_a_layer_with_nan_is_named_and_nothing_is_written(kvq, tmp_path, rows):
         "calibrate", tmp_path / "model", "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c"
     )
     assert result.code == 2
-    assert "NaN or infinity in layer 1 `v_bmm_quantizer`; nothing was written" in result.err
+    assert (
+        "NaN or infinity in `model.layers.1.self_attn.v_bmm_quantizer`; nothing was written"
+        in result.err
+    )
     assert not (tmp_path / "c").exists()
 
 
@@ -124,7 +127,10 @@ def test_a_missing_tensor_is_an_error_not_random_numbers(kvq, tmp_path, rows):
 def test_the_model_is_left_as_found():
     import transformers
 
-    from kvq.calibration.observe import Observer, observing
+    from kvq.calibration.amax import Observer
+    from kvq.calibration.modules import attention_modules
+    from kvq.calibration.observe import observing
+    from kvq.pipeline.live import live_geometry
     from tests.models import build
 
     model = build("llama").train()
@@ -133,8 +139,10 @@ def test_the_model_is_left_as_found():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     registered = set(transformers.AttentionInterface._global_mapping)
     implementation = model.config._attn_implementation
-    with observing(model.model, Observer([0, 1], queries=True)) as run:
-        run(torch.arange(8)[None])
+    layers = live_geometry(model).layers
+    attentions = attention_modules(model.model, [layer.attention for layer in layers])
+    with observing(model.model, attentions, Observer(layers, queries=True)) as run:
+        run({"input_ids": torch.arange(8)[None]})
         assert model.config._attn_implementation != implementation
         assert not model.model.training
     assert model.config._attn_implementation == implementation
@@ -144,22 +152,28 @@ def test_the_model_is_left_as_found():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_neither_head_nor_the_rest_of_the_last_layer_runs():
-    from kvq.calibration.observe import Observer, observing
+def test_after_the_first_sequence_nothing_runs_that_changes_no_maximum():
+    from kvq.calibration.amax import Observer
+    from kvq.calibration.modules import attention_modules
+    from kvq.calibration.observe import observing
+    from kvq.pipeline.live import live_geometry
     from tests.models import build
 
     model = build("llama")
-
-    def never(*_):
-        raise AssertionError("this module must not run")
-
-    for module in (model.lm_head, model.model.norm, model.model.layers[1].mlp,
-                   model.model.layers[1].self_attn.o_proj):  # fmt: skip
-        module.register_forward_pre_hook(never)
-    observer = Observer([0, 1], queries=False)
-    with observing(model.model, observer) as run:
-        run(torch.arange(8)[None])
+    runs = []
+    last = model.model.layers[1]
+    for module in (model.lm_head, model.model.norm, last.mlp, last.self_attn.o_proj):
+        module.register_forward_pre_hook(lambda module, _: runs.append(module))
+    layers = live_geometry(model).layers
+    attentions = attention_modules(model, [layer.attention for layer in layers])
+    observer = Observer(layers, queries=False)
+    with observing(model, attentions, observer) as run:
+        run({"input_ids": torch.arange(8)[None]})
+        assert len(runs) == 4
+        run({"input_ids": torch.arange(9)[None]})
+    assert len(runs) == 4
     assert len(observer.results()) == 4
+    assert set(observer.tokens.values()) == {17}
 
 
 @pytest.mark.parametrize(
@@ -277,7 +291,8 @@ def test_a_layer_that_never_reaches_the_cache_is_named(
     )  # fmt: skip
     assert (result.code, result.json["error"]["code"]) == (2, "calibrate.not_observed")
     message = result.json["error"]["message"]
-    assert message == "0 observations of layer 0 `k_bmm_quantizer`, layer 0 `v_bmm_quantizer`"
+    names = [f"`model.layers.0.self_attn.{side}_bmm_quantizer`" for side in "kv"]
+    assert message == f"0 observations of {', '.join(names)}"
     assert not (tmp_path / "c").exists()
 
 
@@ -288,12 +303,15 @@ def test_remote_code_is_not_run_unless_asked(kvq, checkpoints, rows, tmp_path):
     shutil.copytree(checkpoints("llama"), model)
     config = json.loads((model / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Evil"}
+    config["model_type"] = "evil"
     (model / "config.json").write_text(json.dumps(config))
     (model / "evil.py").write_text("raise SystemExit('executed')")
-    result = kvq(
-        "calibrate", model, "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"
-    )
+    argv = ["calibrate", model, "--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq(*argv)
     assert (result.code, result.json["error"]["code"]) == (2, "model.remote_code")
+    config["model_type"] = "llama"  # an architecture of transformers: its own code runs
+    (model / "config.json").write_text(json.dumps(config))
+    assert kvq(*argv).code == 0
 
 
 def test_a_checkpoint_that_quantizes_its_cache_is_not_calibrated(kvq, exported, rows, tmp_path):
@@ -345,7 +363,7 @@ def test_a_config_without_its_numbers_is_one_clear_error(kvq, checkpoints, rows,
     shutil.copytree(checkpoints("llama"), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    del config["vocab_size"]
+    config["vocab_size"] = None
     path.write_text(json.dumps(config))
     argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
     result = kvq("calibrate", tmp_path / "model", *argv)

@@ -1,0 +1,18 @@
+"""The decoder's layers and their caches, from config.json and tensor names; no torch."""
+
+from kvq.geometry.config import CROSS, MAX_POSITIONS, count, text_config, with_defaults
+from kvq.geometry.layers import Geometry, LayerGeometry, read_geometry
+from kvq.geometry.paths import is_key_or_value_weight, is_text_path
+
+__all__ = [
+    "CROSS",
+    "MAX_POSITIONS",
+    "Geometry",
+    "LayerGeometry",
+    "count",
+    "is_key_or_value_weight",
+    "is_text_path",
+    "read_geometry",
+    "text_config",
+    "with_defaults",
+]
