@@ -12,7 +12,7 @@ LAYERS = [  # a module may import from its own layer and from those below
     {"errors"},
     {"files", "formats"},
     {"tensorfile", "quantizers"},
-    {"checkpoint", "configs", "geometry", "state", "tree", "scales", "provenance"},
+    {"checkpoint", "configs", "geometry", "state", "tree", "scales", "provenance", "outliers"},
     {"dialects", "engines", "checks", "calibration", "kernels", "reference"},
     {"pipeline"},
     {"console"},

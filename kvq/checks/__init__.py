@@ -4,7 +4,7 @@ A rule takes the context and yields one `Finding` per thing wrong, nothing when 
 one, write the function with the decorator `rule` in the module of its subject.
 """
 
-from kvq.checks import configuration, scales, shards
+from kvq.checks import configuration, layers, scales, shards
 from kvq.checks.context import RULES
 
-__all__ = ["RULES", "configuration", "scales", "shards"]
+__all__ = ["RULES", "configuration", "layers", "scales", "shards"]

@@ -87,6 +87,7 @@ _SCALE_LEAF = re.compile(r"scale|zero_point")
 def no_stray_scales(context: Context) -> Iterator[Finding]:
     """Every scale tensor belongs to a layer with a KV cache, under the expected name."""
     known = {scale.tensor for scale in context.scales}
+    drafts = {f"{path}.{side}_scale" for path in context.geometry.drafts for side in ("k", "v")}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
         below = any(tensor.startswith(f"{path}.") for path in _parents(tensor) & attentions)
@@ -94,7 +95,7 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
         suspect = tensor.endswith(SUFFIXES) or (
             below and _SCALE_LEAF.search(leaf) and not _WEIGHT_LEAF.fullmatch(leaf)
         )
-        if suspect and tensor not in known and not _zero(context, tensor, leaf):
+        if suspect and tensor not in known | drafts and not _zero(context, tensor, leaf):
             yield Finding(
                 "scale.stray", "error", f"`{tensor}` is no scale that engines take from this layer",
                 tensor=tensor, file=file_of(context, tensor),

@@ -42,6 +42,10 @@ def calibrate(
     batch_size: Annotated[str, typer.Option(help="Sequences per batch, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32.")] = "auto",
+    skip_layers: Annotated[
+        str | None, typer.Option(help="Layers for the engine to leave unquantized: auto, or 0,27.")
+    ] = None,
+    margin: Annotated[float, typer.Option(help="Scales cover amax times this.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Choice of builtin documents.")] = 0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code from the checkpoint.")
@@ -57,6 +61,7 @@ def calibrate(
         )
     try:
         from kvq.calibration.data import DataOptions
+        from kvq.outliers import skip_flag
         from kvq.pipeline.calibrate import CalibrateOptions
         from kvq.pipeline.calibrate import calibrate as run
         from kvq.pipeline.inspect import inspect_calibration
@@ -75,6 +80,7 @@ def calibrate(
     )  # fmt: skip
     options = CalibrateOptions(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
+        skip_layers=skip_layers, margin=margin,
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with console.Progress() as progress:
@@ -86,6 +92,8 @@ def calibrate(
     console.answer(shown.tree)
     console.layer_table(shown.rows)
     console.answer(f"{shown.summary}\nwrote {out}")
+    if calibration.skip_layers:
+        console.answer(f"serve it with: vllm serve ... {skip_flag(calibration.skip_layers)}")
 
 
 def _batch_size(text: str) -> int | None:

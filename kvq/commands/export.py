@@ -1,6 +1,5 @@
 """`kvq export`."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +48,8 @@ def export(
         notices += write_export(plan, root, out, overwrite=overwrite, link=link)
     if json:
         written = {"schema": 1, "command": "export", "ok": True, "dry_run": dry_run}
-        console.document(written | plan.to_json() | {"notices": list(notices), "out": str(out)})
+        shown = {"notices": list(notices), "out": str(out), "serve": plan.serve_command(out)}
+        console.document(written | plan.to_json() | shown)
         return
     for notice in notices:
         console.warning(notice)
@@ -62,6 +62,6 @@ def export(
         f"{verb} {out}: {len(plan.tensors)} {plan.scales.format} scales per {per} in "
         f"{plan.scale_shard}"
     )
-    console.answer(f"serve it with: vllm serve {shlex.quote(str(out))}")
+    console.answer(f"serve it with: {plan.serve_command(out)}")
     if plan.scales.granularity == "head":
         console.warning("vLLM runs per-head scales only with FlashAttention 3 on Hopper GPUs")

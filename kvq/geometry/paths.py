@@ -13,7 +13,8 @@ KEY_PROJECTIONS = (
     "k_lin", "kv",
 )  # fmt: skip
 VALUE_PROJECTIONS = ("v_proj", "value_proj", "to_v", "value", "v", "Wv", "project_v", "v_lin")
-KEY_VALUE_NORMS = ("k_norm", "v_norm", "k_layernorm", "kv_a_layernorm", "kv_norm")
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "kv_a_layernorm", "kv_norm")
+VALUE_NORMS = ("v_norm",)
 
 _WEIGHTS = ("weight", "bias", "weight_packed", "qweight")
 _ATTENTION = re.compile(
@@ -21,7 +22,7 @@ _ATTENTION = re.compile(
     rf"\.(?:{'|'.join(KEY_PROJECTIONS)})(?:\.linear|\.base_layer)?\.(?:{'|'.join(_WEIGHTS)})$"
 )
 _KEYS_AND_VALUES = re.compile(
-    rf"\.(?:{'|'.join(KEY_PROJECTIONS + VALUE_PROJECTIONS + KEY_VALUE_NORMS)})"
+    rf"\.(?:{'|'.join(KEY_PROJECTIONS + VALUE_PROJECTIONS + KEY_NORMS + VALUE_NORMS)})"
     rf"(?:\.linear|\.base_layer)?\.(?:{'|'.join(_WEIGHTS)})$"
 )
 # Parts of a model that hold attention but no cache of the text decoder.

@@ -1,14 +1,10 @@
 """Calibrate: checkpoint and data in, statistics out."""
 
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-import kvq
 from kvq.calibration.batches import describe_plan, plan_batches
 from kvq.calibration.data import CalibrationData, DataOptions, load
 from kvq.checkpoint import (
@@ -22,21 +18,21 @@ from kvq.configs import QuantConfig, get_config, resolve
 from kvq.errors import CheckpointError, InputError
 from kvq.files import check_target, read_json
 from kvq.geometry import (
-    CROSS,
     MAX_POSITIONS,
     Geometry,
-    LayerGeometry,
     count,
     read_geometry,
     text_config,
     with_defaults,
 )
+from kvq.outliers import advice, outlier_layers, without_layers
 from kvq.pipeline.locate import locate
+from kvq.pipeline.record import layer_statistics, model_identity, versions
 from kvq.quantizers import QUERY
-from kvq.state import Calibration, LayerStats, write_calibration
+from kvq.state import Calibration, write_calibration
 
+LARGEST_MARGIN = 16.0
 AUTO_BATCH_TOKENS = {"cuda": 16384}  # elsewhere sequences run one by one
-Key = tuple[str, str]  # attention path, quantizer
 Notify = Callable[[str], None]
 Progress = Callable[[int, int, float], None]
 
@@ -50,6 +46,8 @@ class CalibrateOptions:
     batch_size: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    skip_layers: str | None = None  # numbers separated by commas, or `auto`
+    margin: float = 1.0
     overwrite: bool = False
     trust_remote_code: bool = False
 
@@ -78,17 +76,48 @@ def calibrate(
             f"--batch-size is {options.batch_size}, expected at least 1 or `auto`",
             code="option.batch_size",
         )
+    if not 1 <= options.margin <= LARGEST_MARGIN:
+        raise InputError(
+            f"--margin is {options.margin}, expected 1 to {LARGEST_MARGIN:g}: scales cover amax "
+            "times the margin",
+            code="option.margin",
+        )
     view = open_checkpoint(root)
     geometry = read_geometry(view.config, view.tensors)
+    chosen = _chosen_layers(options.skip_layers, geometry)
     _check_observable(view, geometry)
+    _check_queries(geometry, entries, options.kv_cfg)
     for notice in _geometry_notices(view, geometry):
         notify(notice)
     data = _load_data(root, view, geometry, options)
     for notice in data.notices:
         notify(notice)
     calibration = _observe(root, view, geometry, data, entries, options, notify, progress)
+    outliers = outlier_layers(calibration)
+    if options.skip_layers == "auto":
+        chosen = tuple(outliers)
+    elif outliers and not set(outliers) <= set(chosen):
+        notify(advice(list(outliers), heads_differ=any(outliers.values())))
+    calibration = without_layers(calibration, chosen)
     write_calibration(calibration, target, overwrite=options.overwrite)
     return calibration
+
+
+def _chosen_layers(text: str | None, geometry: Geometry) -> tuple[int, ...]:
+    if text is None or text == "auto":
+        return ()
+    known = {layer.layer_idx for layer in geometry.layers}
+    try:
+        chosen = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        chosen = [-1]
+    if not known.issuperset(chosen):
+        raise InputError(
+            f"--skip-layers is `{text}`, expected `auto` or numbers of layers with a KV cache, "
+            f"{min(known)} to {max(known)}, separated by commas",
+            code="option.skip_layers",
+        )
+    return tuple(chosen)
 
 
 def _check_observable(view: CheckpointView, geometry: Geometry) -> None:
@@ -112,6 +141,17 @@ def _check_observable(view: CheckpointView, geometry: Geometry) -> None:
         raise InputError(
             f"`{geometry.architecture}` has no layer that keeps keys and values",
             code="calibrate.no_cache",
+        )
+
+
+def _check_queries(geometry: Geometry, entries: QuantConfig, kv_cfg: str) -> None:
+    queries = [f"{layer.attention}.{QUERY}" for layer in geometry.layers]
+    if geometry.is_mla and any(entry.matches(name) for entry in entries for name in queries):
+        raise InputError(
+            f"{kv_cfg} includes queries: engines quantize the query of MLA after absorbing a "
+            "projection into it, a tensor that transformers never computes",
+            code="calibrate.mla_query",
+            hint="use a KV configuration, e.g. FP8_KV_CFG",
         )
 
 
@@ -190,13 +230,6 @@ def _observe(
     names = [f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers]
     quantizers = resolve(entries, names)
     queries = any(config and name.endswith(QUERY) for name, config in quantizers.items())
-    if queries and geometry.is_mla:
-        raise InputError(
-            f"{options.kv_cfg} includes queries: engines quantize the query of MLA after absorbing "
-            "a projection into it, a tensor that transformers never computes",
-            code="calibrate.mla_query",
-            hint="use a KV configuration, e.g. FP8_KV_CFG",
-        )
     paths = [layer.attention for layer in geometry.layers]
     with fixed_threads() as threads:
         loaded = load_model(
@@ -223,6 +256,7 @@ def _observe(
             "weight_fingerprint": weight_fingerprint(view),
         },
         data=data.identity,
+        margin=options.margin,
         run={
             "observer": "amax",
             "batch_plan": describe_plan(data.sequences, batch_size),
@@ -251,43 +285,3 @@ def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notif
         f"{len(lengths)} sequences, {sum(lengths)} tokens, batches of {batch_size} on "
         f"{loaded.device}, at least {guess.memory_bytes / 2**30:.1f} GiB and {guess.seconds:.0f} s"
     )
-
-
-def layer_statistics(
-    layers: Sequence[LayerGeometry], results: Mapping[Key, Any], tokens: Mapping[Key, int]
-) -> tuple[LayerStats, ...]:
-    """Return each layer's maxima; a layer that reads another's cache has that one's."""
-    found = []
-    for layer in layers:
-        source = layer.shared_from or layer.attention
-        amax = {}
-        for quantizer in layer.quantizers:
-            key = (layer.attention if quantizer == QUERY else source, quantizer)
-            if key in results:
-                amax[quantizer] = np.asarray(results[key].numpy(), np.float32)
-        seen = tokens[source, layer.cached[0][0]]
-        found.append(LayerStats(layer.layer_idx, layer.attention, amax, seen, layer.shared_from))
-    return tuple(found)
-
-
-def model_identity(geometry: Geometry, attentions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a calibration records about the model, without its weights."""
-    first = next((layer for layer in geometry.layers if layer.kind != CROSS), geometry.layers[0])
-    return {
-        "architecture": geometry.architecture,
-        "attention_class": type(attentions[first.attention]).__name__,
-        "num_hidden_layers": geometry.num_hidden_layers,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of everything that computes."""
-    import torch
-    import transformers
-
-    return {
-        "kvq": kvq.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }

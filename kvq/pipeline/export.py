@@ -1,6 +1,7 @@
 """Plan an export: which scales go where, and what happens to every file of the source."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvq.dialects.base import DialectPlan
 from kvq.errors import CheckpointError, DialectError
 from kvq.files import MARKER
 from kvq.geometry import Geometry, read_geometry
+from kvq.outliers import skip_flag
 from kvq.quantizers import QUERY
 from kvq.scales import ScaleSet, compute_scales
 from kvq.state import Calibration, read_calibration
@@ -52,6 +54,12 @@ class ExportPlan:
     side_files: tuple[str, ...]
     notices: tuple[str, ...]
     scales: ScaleSet
+    skip_layers: tuple[int, ...] = ()
+
+    def serve_command(self, out: Path) -> str:
+        """Return the command that serves the result, with what a checkpoint cannot carry."""
+        flags = [skip_flag(self.skip_layers)] if self.skip_layers else []
+        return " ".join(["vllm serve", shlex.quote(str(out)), *flags])
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that `--dry-run --json` prints."""
@@ -200,6 +208,7 @@ def _assemble(
         side_files=_side_files(view),
         notices=tuple(notices),
         scales=scales,
+        skip_layers=calibration.skip_layers,
     )
 
 

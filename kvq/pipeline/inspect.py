@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvq.dialects.compressed_tensors import CompressedTensors
 from kvq.errors import CalibrationError
 from kvq.formats import FP8_E4M3
 from kvq.geometry import Geometry, read_geometry
+from kvq.outliers import KeyTraits, advice, amax_flags, bias_flags, read_key_traits
 from kvq.provenance import Provenance, read_provenance
 from kvq.quantizers import KEY_PE, KV_C, QuantizerConfig
 from kvq.scales import SHORT, compute_scales
@@ -26,7 +26,6 @@ OTHER_SPELLINGS = re.compile(
     r"\.(k_proj|qkv_proj|attn|kv_b_proj)\.k_scale$|\.v_proj\.v_scale$|\.[kv]_proj\.output_scale$"
     r"|\.kv_scale$|\.[kv]_cache\.scale$"
 )
-OUTLIER_RATIO = 20.0  # times the median of the layers
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -40,6 +39,7 @@ class LayerRow:
     scale: Mapping[str, tuple[float, ...]]
     tokens: int | None
     flags: tuple[str, ...]
+    traits: KeyTraits | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Inspection:
                     "scale": {side: _json_numbers(values) for side, values in row.scale.items()},
                     "tokens": row.tokens,
                     "flags": list(row.flags),
+                    **({} if row.traits is None else vars(row.traits)),
                 }
                 for row in self.rows
             ],
@@ -97,7 +98,7 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
     """Describe a calibration from its recorded classes and statistics."""
     try:
         scales = compute_scales(calibration, get_config(calibration.kv_cfg))
-        by_layer = {layer.layer_idx: layer.scales for layer in scales.layers}
+        by_layer = {layer.attention: layer.scales for layer in scales.layers}
         problem = ""
     except CalibrationError as error:
         by_layer, problem = {}, f"; NO SCALES: {error}"
@@ -105,7 +106,8 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
         LayerRow(
             layer.layer_idx, layer.attention,
             _amax_by_side({name: float(amax.max()) for name, amax in layer.amax.items()}),
-            by_layer.get(layer.layer_idx, {}), layer.tokens, (),
+            by_layer.get(layer.attention, {}), layer.tokens,
+            (f"shared from {layer.shared_from}",) if layer.shared_from else (),
         )
         for layer in calibration.layers
     ]  # fmt: skip
@@ -115,7 +117,8 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
         f"{data['sequences']} sequences, {data['tokens']} tokens of "
         f"{data['source']['name']}{problem}"
     )
-    return Inspection("calibration", calibration_tree(calibration), _flagged(rows), summary)
+    flagged = _flagged(rows, calibration.skip_layers)
+    return Inspection("calibration", calibration_tree(calibration), flagged, summary)
 
 
 def _amax_by_side(amax: Mapping[str, float]) -> dict[str, float]:
@@ -124,21 +127,21 @@ def _amax_by_side(amax: Mapping[str, float]) -> dict[str, float]:
     return {names.get(name, SHORT[name]): value for name, value in amax.items()}
 
 
-def _flagged(rows: list[LayerRow]) -> tuple[LayerRow, ...]:
-    medians = {side: median(r.amax[side] for r in rows if side in r.amax)
-               for side in ("k", "v") if any(side in r.amax for r in rows)}  # fmt: skip
-    flagged = []
-    for row in rows:
-        flags = []
-        for side, middle in medians.items():
-            amax = row.amax.get(side, 0.0)
-            if amax > FP8_E4M3.element.max:
-                flags.append(f"{side} amax > {FP8_E4M3.element.max:g}")
-            if amax > OUTLIER_RATIO * middle:
-                flags.append(f"{side} amax {amax / middle:.0f} x median")
-        flagged.append(LayerRow(row.layer_idx, row.attention, row.amax, row.scale, row.tokens,
-                                tuple(flags)))  # fmt: skip
-    return tuple(flagged)
+def _flagged(rows: list[LayerRow], skipped: Collection[int] = ()) -> tuple[LayerRow, ...]:
+    """Return the rows with their flags: skipped layers, outliers among amax and key biases."""
+    flags = [
+        amax_flags({row.attention: row.amax for row in rows}),
+        bias_flags({row.attention: row.traits for row in rows if row.traits is not None}),
+    ]
+    return tuple(
+        replace(
+            row,
+            flags=row.flags
+            + (("skipped",) if row.layer_idx in skipped else ())
+            + tuple(word for found in flags for word in found.get(row.attention, ())),
+        )
+        for row in rows
+    )
 
 
 def _inspect_checkpoint(view: CheckpointView) -> Inspection:
@@ -152,8 +155,9 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
     for layer in scales.layers:
         amax = {side: FP8_E4M3.amax(max(values)) for side, values in layer.scales.items() if values}
         tokens = provenance.tokens.get(layer.attention) if provenance else None
-        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, layer.scales, tokens, ()))
-    flagged = _flagged(rows)
+        rows.append(LayerRow(layer.layer_idx, layer.attention, amax, layer.scales, tokens, (),
+                             read_key_traits(view, layer.attention)))  # fmt: skip
+    flagged = _flagged(rows, provenance.skip_layers if provenance else ())
     tree = _attention_trees(view, geometry, flagged, provenance)
     return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))
 
@@ -172,7 +176,7 @@ def _attention_trees(
         enabled = {}
         for quantizer in layer.quantizers:
             values = row.scale.get(SHORT[quantizer])
-            if values:
+            if values and "skipped" not in row.flags:
                 recorded_amax = provenance.amax.get(f"{row.attention}.{quantizer}") if (
                     provenance and layer.kv_lora_rank is not None) else None  # fmt: skip
                 amax = recorded_amax or [FP8_E4M3.amax(value) for value in values]
@@ -204,7 +208,18 @@ def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...
         kv = "KV scales: none; an fp8 cache would run at scale 1.0"
     else:
         kv = f"KV scales: fp8, {pairs} of {len(geometry.layers)} layers"
-    return f"{kv}; weights {weights}{without}"
+    drafts = f"; {len(geometry.drafts)} draft layers without scales" if geometry.drafts else ""
+    return f"{kv}; weights {weights}{without}{drafts}{_outlook(rows)}"
+
+
+def _outlook(rows: Sequence[LayerRow]) -> str:
+    """Say what the key biases promise where no statistics do."""
+    biased = [row for row in rows if any("bias" in flag for flag in row.flags)]
+    if not biased:
+        return ""
+    layers = [row.layer_idx for row in biased]
+    normed = all(row.traits is not None and row.traits.k_norm for row in biased)
+    return f"; {'K is normed' if normed else 'no norm on K'}: {advice(layers, heads_differ=False)}"
 
 
 def _inspect_file(view: CheckpointView) -> Inspection:

@@ -16,7 +16,7 @@ from kvq.checkpoint import (
 from kvq.configs import get_config, resolve
 from kvq.errors import InputError
 from kvq.geometry import Geometry, is_key_or_value_weight, read_geometry
-from kvq.pipeline.calibrate import layer_statistics, model_identity, versions
+from kvq.pipeline.record import layer_statistics, model_identity, versions
 from kvq.quantizers import QUERY
 from kvq.state import Calibration
 
@@ -69,6 +69,7 @@ def calibrate(
     with observing(model, attentions, observer, cross=geometry.is_encoder_decoder) as run:
         for batch in tally.count(batches):
             run(batch)
+    data = tally.identity()
     results = observer.results()
     config = _config(model) if view is None else view.config
     weights = live_fingerprint(model) if view is None else weight_fingerprint(view)
@@ -82,7 +83,7 @@ def calibrate(
             "config_digest": config_digest(config),
             "weight_fingerprint": weights,
         },
-        data=tally.identity(),
+        data=data,
         run={
             "observer": "amax",
             "device": model.device.type,

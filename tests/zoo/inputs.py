@@ -39,16 +39,11 @@ def _mllama_text(config: Any, n: int) -> dict[str, Any]:
 
 def _assistant(config: Any, n: int) -> dict[str, Any]:
     text = config.text_config
-    text.allow_global_per_layer_attribute_access = True
+    layers = dict(zip(text.layer_types, text.per_layer_config, strict=True))
     states = {
-        kind: tuple(_normal(1, heads or text.num_key_value_heads, n, size or text.head_dim)
-                    for _ in "kv")
-        for kind, heads, size in (
-            ("sliding_attention", None, None),
-            ("full_attention", getattr(text, "num_global_key_value_heads", None),
-             getattr(text, "global_head_dim", None)),
-        )
-    }  # fmt: skip
+        kind: tuple(_normal(1, layer.num_key_value_heads, n, layer.head_dim) for _ in "kv")
+        for kind, layer in layers.items()
+    }
     return {
         "inputs_embeds": _normal(1, n, 2 * config.backbone_hidden_size),
         "shared_kv_states": states,
@@ -65,8 +60,8 @@ INPUTS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "gemma4_unified_assistant": _assistant,
     "mllama": _mllama,
     "mllama_text_model": _mllama_text,
-    "musicgen": lambda c, n: {"input_ids": _ids(n, c.num_codebooks)},
-    "musicgen_melody": lambda c, n: {"input_ids": _ids(n, c.num_codebooks)},
+    "musicgen_decoder": lambda c, n: {"input_ids": _ids(n, c.num_codebooks)},
+    "musicgen_melody_decoder": lambda c, n: {"input_ids": _ids(n, c.num_codebooks)},
     "pix2struct": lambda c, n: {
         "flattened_patches": _normal(1, n, 2 + c.vision_config.patch_embed_hidden_size).abs(),
         "decoder_input_ids": _ids(PAIR),

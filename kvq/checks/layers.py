@@ -1,0 +1,66 @@
+"""Rules about layers that do not stand alone: one latent row, shared caches, draft layers."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvq.checks.context import Context, file_of, rule
+from kvq.checks.findings import Finding
+
+
+@rule
+def latent_rows_have_one_scale(context: Context) -> Iterator[Finding]:
+    """Under MLA, K and V are one row in the cache: their scales are the same number."""
+    for layer in context.geometry.layers:
+        if layer.kv_lora_rank is None:
+            continue
+        found = _values(context, layer.attention)
+        if len(found) == 2 and not np.array_equal(found["k"], found["v"]):
+            yield Finding(
+                "scale.mla", "error",
+                f"layer {layer.layer_idx} caches one latent row, and its k and v scale differ",
+                layer.layer_idx, f"{layer.attention}.v_scale",
+                expected=str(found["k"].tolist()), found=str(found["v"].tolist()),
+            )  # fmt: skip
+
+
+@rule
+def sharing_layers_have_their_donors_scales(context: Context) -> Iterator[Finding]:
+    """A layer that reads another's cache must read it with the scale it was written with."""
+    for layer in context.geometry.layers:
+        if layer.shared_from is None:
+            continue
+        own, donor = _values(context, layer.attention), _values(context, layer.shared_from)
+        for side in own.keys() & donor.keys():
+            if not np.array_equal(own[side], donor[side]):
+                scale = context.by_side[layer.attention, side]
+                yield Finding(
+                    "scale.shared", "error",
+                    f"layer {layer.layer_idx} reads the cache of `{layer.shared_from}` with "
+                    f"another {side} scale than it was written with",
+                    layer.layer_idx, scale.tensor, file_of(context, scale.tensor),
+                    str(donor[side].tolist()), str(own[side].tolist()),
+                )  # fmt: skip
+
+
+@rule
+def draft_layers_have_scales(context: Context) -> Iterator[Finding]:
+    """An engine that drafts with MTP layers quantizes their caches too."""
+    if not context.scales:
+        return
+    for attention in context.geometry.drafts:
+        if f"{attention}.k_scale" not in context.view.tensors:
+            yield Finding(
+                "layer.draft", "warning",
+                f"the draft layer `{attention}` has no scale: an engine that runs it uses 1.0",
+                tensor=f"{attention}.k_scale", expected="a scale tensor", found="none",
+            )  # fmt: skip
+
+
+def _values(context: Context, attention: str) -> dict[str, np.ndarray]:
+    found = {}
+    for side in ("k", "v"):
+        scale = context.by_side.get((attention, side))
+        if scale is not None and scale.tensor in context.values:
+            found[side] = context.values[scale.tensor].ravel()
+    return found
