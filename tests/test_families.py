@@ -310,3 +310,39 @@ def test_verify_finds_a_sharing_layer_without_scales(kvq, tmp_path):
         del tensors[last]
 
     assert "scale.missing" in with_scales(kvq, "gemma4_text", tmp_path, change)
+
+
+REMOTE_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_the_checkpoint_runs_when_asked(kvq, checkpoints, rows, tmp_path, monkeypatch):
+    import shutil
+
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(REMOTE_CODE)
+    argv = ["--dataset", rows, "--seq-len", 64, "-o"]
+    assert kvq("calibrate", folder, *argv, tmp_path / "no").code == 2
+    result = kvq("calibrate", folder, *argv, tmp_path / "c", "--trust-remote-code")
+    assert result.code == 0, result.err
+    assert kvq("calibrate", checkpoints("llama"), *argv, tmp_path / "native").code == 0
+    own, native = (read_calibration(tmp_path / name) for name in ("c", "native"))
+    assert own.digest == native.digest
