@@ -216,7 +216,7 @@ def compare(kind: str, model_type: str, calibration, recorded: dict) -> Outcome 
 def export(kind: str, model_type: str, folder: Path, calibration) -> Outcome:
     mla = any(layer.is_mla for layer in calibration.layers)
     argv = ["export", folder / "model", "--scales", folder / "calibration", "--link", "copy",
-            "-o", folder / "checkpoint", *(["--allow-unread"] if mla else [])]  # fmt: skip
+            "-o", folder / "checkpoint", "--allow-unread"]  # fmt: skip
     verify = ["verify", folder / "checkpoint", "--against", folder / "calibration"]
     for step in (argv, ["inspect", folder / "checkpoint"], verify):
         code, document = command(*step)

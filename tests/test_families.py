@@ -115,7 +115,7 @@ def test_family(kvq, family, tmp_path):
             np.testing.assert_array_equal(layer.amax[quantizer], amax[:: amax.size // layer.amax[
                 quantizer].size])  # fmt: skip
 
-    unread = ["--allow-unread"] if geometry.is_mla else []
+    unread = ["--allow-unread"] if geometry.is_mla or name == "jamba" else []
     argv = ["--scales", tmp_path / "calibration", "-o", tmp_path / "checkpoint", *unread]
     assert kvq("export", folder, *argv).code == 0
     result = kvq("verify", tmp_path / "checkpoint", "--against", tmp_path / "calibration")
@@ -267,6 +267,55 @@ def test_every_query_is_observed_or_named(kvq, tmp_path):
         assert outcomes[name].startswith("0 observations of")
         assert "q_bmm_quantizer" in outcomes[name]
         assert "k_bmm_quantizer" not in outcomes[name]
+
+
+def test_a_module_called_attn_gets_the_name_that_vllm_reads(kvq, tmp_path):
+    """vLLM takes `….attn.k_scale` for its own inner module: see tests/clients/test_vllm.py."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = tmp_path / "model"
+    zoo.tiny_model("causal", "gpt2").save_pretrained(folder)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(pairs()[1]) + "\n")
+    argv = ["--dataset", tmp_path / "rows.jsonl", "--seq-len", 48, "--min-tokens", 1]
+    assert kvq("calibrate", folder, *argv, "-o", tmp_path / "c").code == 0
+    argv = ["--scales", tmp_path / "c", "-o", tmp_path / "out", "--link", "copy"]
+    assert kvq("export", folder, *argv).code == 0
+    (shard,) = (tmp_path / "out").glob("model-00002-*.safetensors")
+    tensors = load_file(shard)
+    assert "transformer.h.0.attn.attn.k_scale" in tensors
+    assert kvq("verify", tmp_path / "out", "--against", tmp_path / "c").code == 0
+    plain = {name.replace(".attn.attn.", ".attn."): values for name, values in tensors.items()}
+    save_file(plain, shard)
+    findings = kvq("verify", tmp_path / "out", "--json").json["findings"]
+    assert {"scale.missing", "scale.stray"} <= {finding["code"] for finding in findings}
+
+
+@pytest.mark.parametrize(("name", "reason"), [("jamba", "has no place"), ("minicpm3", "expanded")])
+def test_what_vllm_would_not_read_as_meant_is_refused(kvq, tmp_path, name, reason):
+    folder = tmp_path / "model"
+    zoo.tiny_model("causal", name).save_pretrained(folder)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(pairs()[1]) + "\n")
+    argv = ["--dataset", tmp_path / "rows.jsonl", "--seq-len", 48, "--min-tokens", 1]
+    assert kvq("calibrate", folder, *argv, "-o", tmp_path / "c").code == 0
+    argv = ["--scales", tmp_path / "c", "-o", tmp_path / "out"]
+    result = kvq("export", folder, *argv, "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "export.unread")
+    assert reason in result.json["error"]["message"]
+    result = kvq("export", folder, *argv, "--allow-unread")
+    assert result.code == 0
+    assert reason in result.err
+
+
+def test_layers_with_other_head_counts_have_no_scales_per_head(kvq, tmp_path):
+    folder = tmp_path / "model"
+    zoo.tiny_model("causal", "gemma4_unified_text").save_pretrained(folder)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(pairs()[1]) + "\n")
+    argv = ["--dataset", tmp_path / "rows.jsonl", "--seq-len", 48, "--min-tokens", 1]
+    assert kvq("calibrate", folder, *argv, "-o", tmp_path / "c").code == 0
+    argv = ["--scales", tmp_path / "c", "-o", tmp_path / "out"]
+    result = kvq("export", folder, *argv, "--granularity", "head", "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "dialect.heads_differ")
+    assert kvq("export", folder, *argv).code == 0
 
 
 def with_scales(kvq, name, tmp_path, change):

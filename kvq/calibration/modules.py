@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from kvq.errors import UnsupportedModelError
-from kvq.geometry import is_text_path
+from kvq.geometry import KEY_PROJECTIONS, is_text_path
 from kvq.state import Module
 
 
@@ -33,6 +33,7 @@ def _live_names(model: nn.Module, attentions: Sequence[str]) -> dict[str, str]:
         near = [name for name in names if f".{name}".endswith(f".{tail}") and is_text_path(name)]
         longest = max((_common_tail(path, name) for name in near), default=0)
         near = [name for name in near if _common_tail(path, name) == longest]
+        near = near or _only_attention_of_layer(names, path)
         if len(near) != 1:
             raise UnsupportedModelError(
                 f"`{path}` is {'no module' if not near else 'not one module'} of "
@@ -41,6 +42,21 @@ def _live_names(model: nn.Module, attentions: Sequence[str]) -> dict[str, str]:
             )
         found[path] = near[0]
     return found
+
+
+def _only_attention_of_layer(names: list[str], path: str) -> list[str]:
+    """Return the modules of the layer of `path` that hold a key projection.
+
+    transformers may load a checkpoint into a class of other module names (Exaone into Llama).
+    """
+    layer = _layer_number(path)
+    holders = {name.rpartition(".")[0] for name in names
+               if name.rpartition(".")[2] in KEY_PROJECTIONS}  # fmt: skip
+    return sorted(n for n in holders if is_text_path(n) and _layer_number(n) == layer)
+
+
+def _layer_number(path: str) -> str | None:
+    return next((part for part in path.split(".") if part.isdigit()), None)
 
 
 def _common_tail(one: str, other: str) -> int:

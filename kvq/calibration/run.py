@@ -15,7 +15,7 @@ from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence as TokenSequence
 from kvq.calibration.model import LoadedModel
 from kvq.calibration.observe import observing
-from kvq.errors import CalibrationError, UnsupportedModelError
+from kvq.errors import CalibrationError, KvqError, UnsupportedModelError
 from kvq.geometry import is_text_path
 
 Progress = Callable[[int, int, float], None]  # tokens done, tokens in all, seconds since start
@@ -77,11 +77,13 @@ def run_batches(
                     code="calibrate.memory",
                     hint="lower --batch-size or --seq-len",
                 ) from error
-            except (RuntimeError, ValueError, TypeError, AttributeError, LookupError,
-                    AssertionError, NotImplementedError) as error:  # fmt: skip
+            except KvqError:
+                raise
+            except Exception as error:  # model code raises anything
+                reason = (str(error).strip() or "no message").splitlines()[0]
                 raise UnsupportedModelError(
                     f"`{type(loaded.model).__name__}` does not run on token ids alone: "
-                    f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}",
+                    f"{type(error).__name__}: {reason}",
                     code="model.forward",
                     hint="the Python API takes any inputs",
                 ) from error

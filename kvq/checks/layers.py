@@ -6,6 +6,7 @@ import numpy as np
 
 from kvq.checks.context import Context, file_of, rule
 from kvq.checks.findings import Finding
+from kvq.dialects.compressed_tensors import scale_name
 
 
 @rule
@@ -19,7 +20,7 @@ def latent_rows_have_one_scale(context: Context) -> Iterator[Finding]:
             yield Finding(
                 "scale.mla", "error",
                 f"layer {layer.layer_idx} caches one latent row, and its k and v scale differ",
-                layer.layer_idx, f"{layer.attention}.v_scale",
+                layer.layer_idx, scale_name(layer.attention, "v"),
                 expected=str(found["k"].tolist()), found=str(found["v"].tolist()),
             )  # fmt: skip
 
@@ -49,11 +50,11 @@ def draft_layers_have_scales(context: Context) -> Iterator[Finding]:
     if not context.scales:
         return
     for attention in context.geometry.drafts:
-        if f"{attention}.k_scale" not in context.view.tensors:
+        if scale_name(attention, "k") not in context.view.tensors:
             yield Finding(
                 "layer.draft", "warning",
                 f"the draft layer `{attention}` has no scale: an engine that runs it uses 1.0",
-                tensor=f"{attention}.k_scale", expected="a scale tensor", found="none",
+                tensor=scale_name(attention, "k"), expected="a scale tensor", found="none",
             )  # fmt: skip
 
 

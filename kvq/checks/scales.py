@@ -10,6 +10,7 @@ from kvq.checkpoint import weight_fingerprint
 from kvq.checks.context import SUFFIXES, Context, file_of, rule
 from kvq.checks.findings import Finding
 from kvq.dialects.base import FoundScale
+from kvq.dialects.compressed_tensors import scale_name
 from kvq.formats import FP8_E4M3, get_format
 
 SMALLEST, LARGEST = 1e-6, 1e3
@@ -26,7 +27,7 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
                     "scale.missing", "error",
                     f"layer {layer.layer_idx} has no {side} scale under its name: an engine "
                     "that finds none uses 1.0",
-                    layer.layer_idx, f"{layer.attention}.{side}_scale",
+                    layer.layer_idx, scale_name(layer.attention, side),
                     expected="a scale tensor", found="none",
                 )  # fmt: skip
 
@@ -87,7 +88,7 @@ _SCALE_LEAF = re.compile(r"scale|zero_point")
 def no_stray_scales(context: Context) -> Iterator[Finding]:
     """Every scale tensor belongs to a layer with a KV cache, under the expected name."""
     known = {scale.tensor for scale in context.scales}
-    drafts = {f"{path}.{side}_scale" for path in context.geometry.drafts for side in ("k", "v")}
+    drafts = {scale_name(path, side) for path in context.geometry.drafts for side in ("k", "v")}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
         below = any(tensor.startswith(f"{path}.") for path in _parents(tensor) & attentions)
@@ -123,7 +124,7 @@ def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
         if have and layer.attention not in have:
             yield Finding(
                 "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
-                layer.layer_idx, f"{layer.attention}.q_scale",
+                layer.layer_idx, scale_name(layer.attention, "q"),
                 expected="a scale tensor", found="none",
             )  # fmt: skip
 

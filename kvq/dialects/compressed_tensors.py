@@ -24,6 +24,17 @@ _REASON = {
 }
 
 
+def scale_name(attention: str, side: str) -> str:
+    """Return the tensor name of a scale.
+
+    vLLM puts its scales below a module `attn` inside of the attention module, and takes a name that
+    ends in `.attn.k_scale` for one that says so already: where the attention module itself is
+    called `attn` (GPT-2), it must be written out (`layers/quantization/base_config.py`).
+    """
+    inner = ".attn" if attention.endswith(".attn") else ""
+    return f"{attention}{inner}.{side}_scale"
+
+
 class CompressedTensors:
     """The dialect of llm-compressor, read by vLLM, SGLang and transformers."""
 
@@ -49,9 +60,11 @@ class CompressedTensors:
         if scales.has_query:
             base["config_groups"] = _with_attention(base["config_groups"], scheme, attention_class)
         base["kv_cache_scheme"] = scheme
+        if scales.granularity == "head":
+            _check_heads(scales, view)
         shape = (-1, 1, 1) if scales.granularity == "head" else (1,)
         tensors = {
-            f"{layer.attention}.{side}_scale": np.array(values, np.float32).reshape(shape)
+            scale_name(layer.attention, side): np.array(values, np.float32).reshape(shape)
             for layer in scales.layers
             for side, values in layer.scales.items()
         }
@@ -73,12 +86,27 @@ class CompressedTensors:
         return ScaleSet("fp8_e4m3", "head" if per_head else "tensor", tuple(layers))
 
     def find(self, view: CheckpointView, geometry: Geometry) -> tuple[FoundScale, ...]:
-        """Return the scales stored under `<attention>.{k,v,q}_scale`."""
+        """Return the scales stored under the names of `scale_name`."""
         return tuple(
             FoundScale(layer.layer_idx, layer.attention, side, name)
             for layer in geometry.layers
             for side in ("q", "k", "v")
-            if (name := f"{layer.attention}.{side}_scale") in view.tensors
+            if (name := scale_name(layer.attention, side)) in view.tensors
+        )
+
+
+def _check_heads(scales: ScaleSet, view: CheckpointView) -> None:
+    """Refuse per-head scales where layers differ: vLLM divides by config.json's one number.
+
+    Source: vLLM `compressed_tensors.py`, `_tp_aware_loader`.
+    """
+    heads = {len(layer.scales["k"]) for layer in scales.layers if "k" in layer.scales}
+    if len(heads) > 1:
+        raise DialectError(
+            f"the layers have {sorted(heads)} KV heads: vLLM crashes on scales per head unless all "
+            "layers have the same number",
+            code="dialect.heads_differ",
+            hint="use --granularity tensor",
         )
 
 

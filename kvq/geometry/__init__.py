@@ -2,11 +2,12 @@
 
 from kvq.geometry.config import CROSS, MAX_POSITIONS, count, text_config, with_defaults
 from kvq.geometry.layers import Geometry, LayerGeometry, read_geometry
-from kvq.geometry.paths import KEY_NORMS, is_key_or_value_weight, is_text_path
+from kvq.geometry.paths import KEY_NORMS, KEY_PROJECTIONS, is_key_or_value_weight, is_text_path
 
 __all__ = [
     "CROSS",
     "KEY_NORMS",
+    "KEY_PROJECTIONS",
     "MAX_POSITIONS",
     "Geometry",
     "LayerGeometry",

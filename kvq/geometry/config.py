@@ -141,7 +141,13 @@ CACHED_KINDS = {
     **{kind: kind for kind in (FULL, SLIDING, CHUNKED, "hybrid")},
     **dict.fromkeys(("attention", "global"), FULL),
     **dict.fromkeys(
-        ("deepseek_sparse_attention", "minimax_m3_sparse", "qwen_sparse_attention"), FULL
+        (
+            "deepseek_sparse_attention",
+            "minimax_m3_sparse",
+            "qwen_sparse_attention",
+            "indexed_attention",
+        ),
+        FULL,
     ),
     **dict.fromkeys(("local", "hybrid_sliding"), SLIDING),
 }

@@ -22,7 +22,7 @@ from kvq.dialects import get_dialect
 from kvq.dialects.base import DialectPlan
 from kvq.errors import CheckpointError, DialectError
 from kvq.files import MARKER
-from kvq.geometry import Geometry, read_geometry
+from kvq.geometry import Geometry, read_geometry, text_config
 from kvq.outliers import skip_flag
 from kvq.quantizers import QUERY
 from kvq.scales import ScaleSet, compute_scales
@@ -87,7 +87,7 @@ def plan_export(
     calibration = read_calibration(calibration_path)
     view = open_checkpoint(model)
     geometry = check_same_model(calibration, view)
-    unread = _unread(geometry)
+    unread = _unread(geometry, view.config)
     if unread and not allow_unread:
         raise DialectError(
             unread,
@@ -103,13 +103,26 @@ def plan_export(
     return _assemble(view, calibration, scales, written, name, unread)
 
 
-def _unread(geometry: Geometry) -> str | None:
-    """Return why vLLM would not read the scales, None if it would."""
+# Models whose vLLM class builds attention without the checkpoint's quantization, so that scale
+# tensors have no place: loading fails.
+_NO_PLACE = ("jamba", "lfm2", "zamba2")
+
+
+def _unread(geometry: Geometry, config: Mapping[str, Any]) -> str | None:
+    """Return why vLLM would not read the scales as meant, None if it would. Seen with 0.32."""
+    model_type = text_config(config).get("model_type")
+    if model_type == "minicpm3":
+        return (
+            "vLLM 0.32 caches MiniCPM3's expanded keys and values, and would apply the scale of "
+            "the latent row to them"
+        )
     if geometry.is_mla:
         return (
             f"`{geometry.architecture}` caches a latent row (MLA): vLLM 0.32 reads no scale of "
             "such a layer under any name, and an fp8 cache would run at scale 1.0"
         )
+    if model_type in _NO_PLACE:
+        return f"vLLM 0.32 has no place for scales in `{geometry.architecture}` and fails to load"
     return None
 
 

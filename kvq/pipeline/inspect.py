@@ -11,7 +11,7 @@ import numpy as np
 
 from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
-from kvq.dialects.compressed_tensors import CompressedTensors
+from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
 from kvq.errors import CalibrationError
 from kvq.formats import FP8_E4M3
 from kvq.geometry import Geometry, read_geometry
@@ -54,7 +54,7 @@ class Inspection:
     def scales(self) -> dict[str, Any]:
         """Return the scales document that `verify --against` reads."""
         named = {
-            f"{row.attention}.{side}_scale": numbers[0] if len(numbers) == 1 else numbers
+            scale_name(row.attention, side): numbers[0] if len(numbers) == 1 else numbers
             for row in self.rows
             for side, values in row.scale.items()
             for numbers in [_json_numbers(values)]

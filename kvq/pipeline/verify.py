@@ -12,7 +12,7 @@ from kvq.checks.context import Context
 from kvq.checks.findings import Finding, Report
 from kvq.configs import KV, Q, QuantizerEntry
 from kvq.dialects.base import FoundScale
-from kvq.dialects.compressed_tensors import CompressedTensors
+from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
 from kvq.errors import CheckpointError, InputError
 from kvq.files import read_json
 from kvq.formats import FP8_E4M3
@@ -91,7 +91,7 @@ def read_reference(
 
 def _by_tensor(scales: ScaleSet) -> dict[str, list[float]]:
     return {
-        f"{layer.attention}.{side}_scale": list(values)
+        scale_name(layer.attention, side): list(values)
         for layer in scales.layers
         for side, values in layer.scales.items()
     }
@@ -114,7 +114,7 @@ def _reference_calibration(
     derived = _by_tensor(compute_scales(calibration, entries))
     for attention, sides in (provenance.status if provenance else {}).items():
         for side, status in sides.items():
-            name = f"{attention}.{side}_scale"
+            name = scale_name(attention, side)
             if status == "constant" and name in derived:
                 constant = FP8_E4M3.scale(FP8_E4M3.element.max)
                 derived[name] = [constant] * len(derived[name])

@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
+from tests.clients.servable import EXPANDED, LOADED, MLA, REFUSED, UNBUILT, export
 
 pytestmark = pytest.mark.client_vllm
 SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_scales.py"
@@ -62,3 +67,82 @@ def test_every_family_and_granularity_loads_as_written(kvq, tmp_path, rows):
             made.append(target)
     for target, loaded in zip(made, loaded_by_vllm(*made), strict=True):
         check(kvq, target, loaded)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Family → (exported checkpoint, what one vLLM process says of it); some without scales too."""
+    expecting_errors = {name: family for name, (family, _) in (REFUSED | UNBUILT).items()}
+    made = {}
+    for name, family in (LOADED | MLA | EXPANDED | expecting_errors).items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers, about its own configurations
+            made[name] = export(family, tmp_path_factory.mktemp(family.model_type))
+    made |= {(name, "source"): made[name].parent / "source" for name in expecting_errors}
+    loaded = loaded_by_vllm(*made.values())
+    return {name: (made[name], answer) for name, answer in zip(made, loaded, strict=True)}
+
+
+def written_scales(checkpoint):
+    """Return the values of every scale in the checkpoint by layer, cross-attention and side."""
+    (*_, shard) = sorted(checkpoint.glob("*.safetensors"))
+    scales = {place(name): values.ravel().tolist() for name, values in load_file(shard).items()}
+    assert scales
+    return scales
+
+
+def held_scales(loaded):
+    return {
+        place(f"{name}.{side}_scale"): layer[f"{side}_all"]
+        for name, layer in loaded["layers"].items()
+        for side in "kv"
+    }
+
+
+def place(name):
+    """Where a scale belongs, which kvq and vLLM call by different module names."""
+    return int(re.search(r"\.(\d+)\.", name)[1]), "encoder_attn" in name, name[-7:]
+
+
+@pytest.mark.parametrize("family", LOADED)
+def test_vllm_holds_the_scales_that_were_written(family, outcomes):
+    checkpoint, loaded = outcomes[family]
+    assert "error" not in loaded, loaded
+    assert {layer["dtype"] for layer in loaded["layers"].values()} == {"fp8"}
+    assert held_scales(loaded) == written_scales(checkpoint)
+    for layer in loaded["layers"].values():
+        assert (layer["k"], layer["v"]) == (max(layer["k_all"]), max(layer["v_all"]))
+
+
+@pytest.mark.parametrize("family", MLA)
+def test_vllm_reads_no_scale_of_mla_and_leaves_the_cache_unquantized(family, outcomes):
+    checkpoint, loaded = outcomes[family]
+    assert loaded["cache_dtype"] == "auto"
+    assert {layer["dtype"] for layer in loaded["layers"].values()} == {"auto"}
+    assert {layer["heads"] for layer in loaded["layers"].values()} == {1}
+    assert held_scales(loaded).keys() == written_scales(checkpoint).keys()
+    assert {value for values in held_scales(loaded).values() for value in values} == {1.0}
+
+
+@pytest.mark.parametrize("family", EXPANDED)
+def test_vllm_applies_the_scale_of_the_latent_row_to_expanded_heads(family, outcomes):
+    checkpoint, loaded = outcomes[family]
+    assert {layer["dtype"] for layer in loaded["layers"].values()} == {"fp8"}
+    assert {layer["heads"] for layer in loaded["layers"].values()} == {4}
+    assert held_scales(loaded) == written_scales(checkpoint)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_vllm_refuses_a_checkpoint_for_its_scales(family, outcomes):
+    _, loaded = outcomes[family]
+    assert REFUSED[family][1] in loaded["error"]
+    _, without_scales = outcomes[family, "source"]
+    assert without_scales["layers"]
+
+
+@pytest.mark.parametrize("family", UNBUILT)
+def test_vllm_cannot_build_these_on_the_cpu(family, outcomes):
+    _, loaded = outcomes[family]
+    assert UNBUILT[family][1] in loaded["error"]
+    _, without_scales = outcomes[family, "source"]
+    assert UNBUILT[family][1] in without_scales["error"]
