@@ -24,6 +24,12 @@ class KvqError(Exception):
         self.hint = hint
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says; its name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class InputError(KvqError):
     """An option or an input file is wrong."""
 

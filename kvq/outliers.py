@@ -93,7 +93,14 @@ def without_layers(calibration: Calibration, skipped: tuple[int, ...]) -> Calibr
     """Return the calibration with layers marked for the engine to leave unquantized.
 
     Their statistics stay, and their scales are written: an engine takes a missing scale for 1.0.
+    Layers of one cache are skipped together.
     """
+    chosen = {x.shared_from or x.attention for x in calibration.layers if x.layer_idx in skipped}
+    skipped = tuple(
+        sorted(
+            {x.layer_idx for x in calibration.layers if (x.shared_from or x.attention) in chosen}
+        )
+    )
     paths = {layer.attention for layer in calibration.layers if layer.layer_idx in skipped}
     quantizers = {
         name: None if name.rpartition(".")[0] in paths else config

@@ -395,3 +395,22 @@ def test_code_of_the_checkpoint_runs_when_asked(kvq, checkpoints, rows, tmp_path
     assert kvq("calibrate", checkpoints("llama"), *argv, tmp_path / "native").code == 0
     own, native = (read_calibration(tmp_path / name) for name in ("c", "native"))
     assert own.digest == native.digest
+
+
+def test_scales_of_draft_layers_are_checked_like_any_other(kvq, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "draft"
+    model = zoo.tiny_model("causal", "glm4_moe")
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".layers.1.self_attn" in name]:
+        tensors[name.replace(".layers.1.", ".layers.4.")] = tensors[name].clone()
+    tensors["model.layers.4.self_attn.k_scale"] = torch.tensor([float("nan")])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 4
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    findings = kvq("verify", folder, "--json").json["findings"]
+    own = [f for f in findings if f["tensor"] and ".layers.4." in f["tensor"]]
+    assert {"scale.nonfinite"} <= {finding["code"] for finding in own}

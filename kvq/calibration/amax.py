@@ -94,7 +94,7 @@ class Observer:
     def _other_shape(self, key: Key, states: Tensor, heads: int, size: int) -> CalibrationError:
         return CalibrationError(
             f"{_listed([key])} is {list(states.shape)}, expected [batch, {heads}, seq_len, {size}] "
-            "from config.json; the maxima would be those of something else",
+            "from config.json or its class's defaults; the maxima would be those of something else",
             code="calibrate.shape",
             hint="please report this architecture with its config.json",
         )

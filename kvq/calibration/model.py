@@ -1,6 +1,7 @@
 """Load a checkpoint for calibration, with nothing made up on the way."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import Any
 
 import torch
 
+from kvq.calibration.modules import live_names
 from kvq.errors import (
     CheckpointError,
     InputError,
     MissingDependencyError,
     UnsupportedModelError,
+    first_line,
 )
-from kvq.geometry import text_config
+from kvq.geometry import is_text_path, text_config
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,8 @@ def load_model(
         UnsupportedModelError: it needs code from the checkpoint, or transformers has no class.
         CheckpointError: tensors are missing or have another shape than the config says.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    # where transformers has the architecture itself, it runs its own code, not the checkpoint's
-    foreign = config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING
-    if foreign and not trust_remote_code:
-        raise UnsupportedModelError(
-            f"`{root}` brings its own model code (`auto_map`), which kvq does not run by itself",
-            code="model.remote_code",
-            hint="read that code, then pass --trust-remote-code",
-        )
+    _check_code(root, config, trust_remote_code=trust_remote_code)
+    _check_quantization(root, config)
     target = _device(device)
     attention = _attention_implementation(config)
     try:
@@ -73,22 +68,75 @@ def load_model(
             )
     except ImportError as error:
         raise MissingDependencyError(
-            f"transformers needs another package: {str(error).strip().splitlines()[0]}",
+            f"transformers needs another package: {first_line(error)}",
             code="dependency.model",
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+    except Exception as error:  # configs are checked by every class in its own way
         raise UnsupportedModelError(
-            f"transformers cannot load `{root}`: {str(error).splitlines()[0]}", code="model.load"
+            f"transformers cannot load `{root}`: {first_line(error)}", code="model.load"
         ) from error
-    _check_tensors(info, root, attentions)
+    _check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
     model.requires_grad_(False).to(target)
     body, alone = _body(model)
     name = str(model.dtype).removeprefix("torch.")
     return LoadedModel(model, body, alone, target, name, _implementation(model))
 
 
-def _check_tensors(info: dict[str, Any], root: Path, attentions: Sequence[str]) -> None:
-    """Refuse a model that is not the checkpoint: tensors made up, or left out of attention."""
+def _check_code(root: Path, config: dict[str, Any], *, trust_remote_code: bool) -> None:
+    """Refuse a class that transformers lacks: another one in its place is another model."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    known = name is not None and hasattr(transformers, str(name))
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        known = False
+    if trust_remote_code or known:
+        return
+    if config.get("auto_map"):
+        raise UnsupportedModelError(
+            f"`{root}` brings its own model code (`auto_map`), which kvq does not run by itself",
+            code="model.remote_code",
+            hint="read that code, then pass --trust-remote-code",
+        )
+    if name is not None:
+        raise UnsupportedModelError(
+            f"transformers has no class `{name}`, which config.json names in `architectures`",
+            code="model.architecture",
+            hint="upgrade transformers, or name the class of it that runs this model",
+        )
+
+
+def _check_quantization(root: Path, config: dict[str, Any]) -> None:
+    """Refuse quantized weights that transformers would take for plain numbers."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    declared = config.get("quantization_config") or text_config(config).get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, dict) else None
+    if declared and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        found = f"`quant_method` {method!r}"
+    elif not declared and (root / "hf_quant_config.json").exists():
+        found = "`hf_quant_config.json`"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"`{root}` is quantized by {found}, which transformers does not know: it would run the "
+        "quantized numbers as weights",
+        code="model.quantization",
+        hint="calibrate the checkpoint it was made from",
+    )
+
+
+# Leaves that quantized weights have beside them.
+_QUANTIZED = re.compile(
+    r"\.(\w*weight_(scale|zero_point|packed|shape|global_scale)\w*|\w*scale_inv|input_scale"
+    r"|qweight|qzeros|scales|g_idx|pre_quant_scale)$"
+)
+
+
+def _check_tensors(info: dict[str, Any], root: Path, attentions: Iterable[str]) -> None:
+    """Refuse a model that is not the checkpoint: tensors made up, or left out where they matter."""
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
         raise CheckpointError(
@@ -100,10 +148,11 @@ def _check_tensors(info: dict[str, Any], root: Path, attentions: Sequence[str]) 
         name
         for name in sorted(info["unexpected_keys"])
         if any(name.startswith(f"{attention}.") for attention in attentions)
+        or (_QUANTIZED.search(name) and is_text_path(name))
     ]
     if unused:
         raise CheckpointError(
-            f"transformers ignores {len(unused)} attention tensors of `{root}`, first "
+            f"transformers ignores {len(unused)} tensors of `{root}` that matter, first "
             f"`{unused[0]}`; the maxima would be those of another model",
             code="model.unused_tensors",
             hint="config.json and the tensors disagree; compare them with the original model",
@@ -118,7 +167,7 @@ def _body(model: Any) -> tuple[Any, bool]:
         return model.base_model, False
     try:
         model.eval().base_model(input_ids=torch.tensor([[3, 4]], device=model.device))
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError):
+    except Exception:  # of model code; its text decoder is tried, and an error there is shown
         return decoder, True
     return model.base_model, False
 

@@ -18,10 +18,11 @@ def attention_modules(model: nn.Module, attentions: Sequence[str]) -> dict[str, 
         UnsupportedModelError: a path of the checkpoint is no module of the model, or several.
     """
     live = dict(model.named_modules(remove_duplicate=False))
-    return {path: live[name] for path, name in _live_names(model, attentions).items()}
+    return {path: live[name] for path, name in live_names(model, attentions).items()}
 
 
-def _live_names(model: nn.Module, attentions: Sequence[str]) -> dict[str, str]:
+def live_names(model: nn.Module, attentions: Sequence[str]) -> dict[str, str]:
+    """Return attention path of the checkpoint → path in the model."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     exact = set(names)
     found = {}
@@ -70,7 +71,7 @@ def module_list(model: nn.Module, attentions: Sequence[str]) -> tuple[Module, ..
     Where the checkpoint's prefix differs from the model's, the decoder is shown under the
     checkpoint's; a checkpoint of the bare decoder (`h.0…`) is shown from its decoder on.
     """
-    live = _live_names(model, attentions)
+    live = live_names(model, attentions)
     path, name = next(iter(live.items()))
     while path and name and path.rpartition(".")[2] == name.rpartition(".")[2]:
         path, name = path.rpartition(".")[0], name.rpartition(".")[0]

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvq.calibration.amax import Key, Observer
+from kvq.calibration.restore import evaluating, rotary_restorers
 from kvq.errors import CalibrationError
 from kvq.geometry import LayerGeometry
 from kvq.quantizers import QUERY
@@ -39,11 +41,13 @@ class _Watch:
         self.observer = observer
         self.running: list[str] = []
         self.latent: Tensor | None = None  # of the running MLA module
+        self.thread = 0  # other threads may run the same model meanwhile
         self.seen: Counter[Key] = Counter()
         self.may_stop = False
 
     def start(self) -> None:
         """Begin a forward pass."""
+        self.thread = get_ident()
         self.running.clear()
         self.seen.clear()
 
@@ -86,7 +90,7 @@ class _Watch:
 
     def see(self, quantizer: str, states: Tensor) -> None:
         """Observe one state of the running module; stop once nothing else is to come."""
-        if not self.running:  # attention without a cache, such as an encoder's
+        if not self.running or self.thread != get_ident():  # no cache, such as an encoder's
             return
         key = self.running[-1], quantizer
         self.observer.see(key, states)
@@ -156,6 +160,8 @@ def observing(
 
     @torch.inference_mode()
     def run(inputs: Mapping[str, Tensor]) -> None:
+        for restore in rotary:
+            restore()
         watch.start()
         cache = _observing_cache(model, watch)
         if cross:
@@ -164,8 +170,11 @@ def observing(
             model(**inputs, **{cache_name: cache}, **flags)
             watch.finish()
 
+    rotary = rotary_restorers(model)
     with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
+        for restore in rotary:
+            stack.callback(restore)
+        stack.enter_context(evaluating(model))
         stack.enter_context(_hooked(model, modules, watch))
         if observer.queries:
             stack.enter_context(_observed_queries(model, watch))
@@ -173,29 +182,24 @@ def observing(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in training:
-            module.training = was_training
-
-
-@contextmanager
 def _hooked(model: nn.Module, modules: Mapping[str, nn.Module], watch: _Watch) -> Iterator[None]:
     """Tell the watch when an attention module, or the module around it alone, is running."""
 
     def entering(path: str) -> Callable[..., None]:
-        return lambda *_: watch.running.append(path)
+        def hook(*_: Any) -> None:
+            if watch.thread == get_ident():
+                watch.running.append(path)
+                watch.latent = None
+
+        return hook
 
     def leaving(*_: Any) -> None:
-        if watch.running:
+        if watch.running and watch.thread == get_ident():
             watch.running.pop()
 
     def latent(_: nn.Module, __: Any, output: Tensor) -> None:
-        watch.latent = output
+        if watch.thread == get_ident():
+            watch.latent = output
 
     handles = []
     try:

@@ -15,7 +15,7 @@ from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence as TokenSequence
 from kvq.calibration.model import LoadedModel
 from kvq.calibration.observe import observing
-from kvq.errors import CalibrationError, KvqError, UnsupportedModelError
+from kvq.errors import CalibrationError, KvqError, UnsupportedModelError, first_line
 from kvq.geometry import is_text_path
 
 Progress = Callable[[int, int, float], None]  # tokens done, tokens in all, seconds since start
@@ -80,12 +80,12 @@ def run_batches(
             except KvqError:
                 raise
             except Exception as error:  # model code raises anything
-                reason = (str(error).strip() or "no message").splitlines()[0]
+                shapes = {name: list(ids.shape) for name, ids in inputs.items()}
                 raise UnsupportedModelError(
-                    f"`{type(loaded.model).__name__}` does not run on token ids alone: "
-                    f"{type(error).__name__}: {reason}",
+                    f"`{type(loaded.model).__name__}` fails on token ids {shapes}: "
+                    f"{type(error).__name__}: {first_line(error)}",
                     code="model.forward",
-                    hint="the Python API takes any inputs",
+                    hint="if it needs images or sound, the Python API takes any inputs",
                 ) from error
             done += sum(ids.numel() for ids in inputs.values())
             if progress is not None:

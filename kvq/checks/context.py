@@ -25,6 +25,7 @@ class Context:
     provenance: Provenance | None = None
     reference: dict[str, list[float]] | None = None
     rtol: float = 0.0
+    drafts: tuple[FoundScale, ...] = ()  # scales of draft layers
     by_side: dict[tuple[str, str], FoundScale] = field(default_factory=dict)  # attention, side
 
 

@@ -49,13 +49,16 @@ def draft_layers_have_scales(context: Context) -> Iterator[Finding]:
     """An engine that drafts with MTP layers quantizes their caches too."""
     if not context.scales:
         return
+    have = {(scale.attention, scale.side) for scale in context.drafts}
     for attention in context.geometry.drafts:
-        if scale_name(attention, "k") not in context.view.tensors:
-            yield Finding(
-                "layer.draft", "warning",
-                f"the draft layer `{attention}` has no scale: an engine that runs it uses 1.0",
-                tensor=scale_name(attention, "k"), expected="a scale tensor", found="none",
-            )  # fmt: skip
+        for side in ("k", "v"):
+            if (attention, side) not in have:
+                yield Finding(
+                    "layer.draft", "warning",
+                    f"the draft layer `{attention}` has no {side} scale: an engine that runs it "
+                    "uses 1.0",
+                    tensor=scale_name(attention, side), expected="a scale tensor", found="none",
+                )  # fmt: skip
 
 
 def _values(context: Context, attention: str) -> dict[str, np.ndarray]:

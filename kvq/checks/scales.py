@@ -48,18 +48,20 @@ def shape_and_dtype(context: Context) -> Iterator[Finding]:
                 "scale.shape", "error", f"`{scale.tensor}` has {info.numel} values",
                 *where, f"{expected} (strategy `{strategy}`)", str(info.shape),
             )  # fmt: skip
+    for scale in context.scales + context.drafts:
+        info = context.view.tensors[scale.tensor]
         if info.dtype not in ACCEPTED_DTYPES:
             yield Finding(
                 "scale.dtype", "error",
                 f"`{scale.tensor}` is {info.dtype}: integers truncate to 0, 8-bit floats round",
-                *where, "F32", info.dtype,
+                scale.layer_idx, scale.tensor, info.path.name, "F32", info.dtype,
             )  # fmt: skip
 
 
 @rule
 def finite_positive_plausible(context: Context) -> Iterator[Finding]:
     """Each value is finite, positive and within [1e-6, 1e3]."""
-    for scale in context.scales:
+    for scale in context.scales + context.drafts:
         for value in context.values.get(scale.tensor, np.zeros(0)).ravel():
             number = float(value)
             if not math.isfinite(number):
@@ -87,8 +89,7 @@ _SCALE_LEAF = re.compile(r"scale|zero_point")
 @rule
 def no_stray_scales(context: Context) -> Iterator[Finding]:
     """Every scale tensor belongs to a layer with a KV cache, under the expected name."""
-    known = {scale.tensor for scale in context.scales}
-    drafts = {scale_name(path, side) for path in context.geometry.drafts for side in ("k", "v")}
+    known = {scale.tensor for scale in context.scales + context.drafts}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
         below = any(tensor.startswith(f"{path}.") for path in _parents(tensor) & attentions)
@@ -96,7 +97,7 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
         suspect = tensor.endswith(SUFFIXES) or (
             below and _SCALE_LEAF.search(leaf) and not _WEIGHT_LEAF.fullmatch(leaf)
         )
-        if suspect and tensor not in known | drafts and not _zero(context, tensor, leaf):
+        if suspect and tensor not in known and not _zero(context, tensor, leaf):
             yield Finding(
                 "scale.stray", "error", f"`{tensor}` is no scale that engines take from this layer",
                 tensor=tensor, file=file_of(context, tensor),

@@ -16,9 +16,10 @@ NUM_LAYERS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_la
               "num_layers", "layers")  # fmt: skip
 NUM_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads",
              "n_head", "n_heads", "num_heads", "attention_heads")  # fmt: skip
-NUM_KV_HEADS = ("num_key_value_heads", "n_head_kv", "attn_config.kv_n_heads")
-HEAD_DIM = ("head_dim", "d_kv", "attention_head_dim", "dim_head", "d_head")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim", "dim")
+NUM_KV_HEADS = ("num_key_value_heads", "num_attention_groups", "n_head_kv",
+                "attn_config.kv_n_heads")  # fmt: skip
+HEAD_DIM = ("head_dim", "d_kv", "attention_head_dim", "kv_channels", "dim_head", "d_head")
+HIDDEN = ("hidden_size", "n_embed", "n_embd", "d_model", "emb_dim", "embed_dim", "dim")
 # Positions that a token can have; T5's relative ones have no end.
 MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 # Keys whose absence means the default of the model's config class, and no other thing.
@@ -61,9 +62,12 @@ def with_defaults(text: Config) -> Config:
     """
     defaults = dict(_defaults().get(str(text.get("model_type")), {}))
     for spellings in (NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, MAX_POSITIONS):
-        if any(name in text for name in spellings):
+        if any(name in text or lookup(text, name) is not None for name in spellings):
             for name in spellings:
                 defaults.pop(name, None)
+    if text.get("kv_lora_rank", 0) is None:  # a model of an MLA family without MLA
+        for name in (*HEAD_DIM, "v_head_dim", "qk_rope_head_dim"):
+            defaults.pop(name, None)
     return {**defaults, **text}
 
 
@@ -164,6 +168,9 @@ def layer_kinds(text: Config, num_layers: int, architecture: str) -> list[str] |
     if declared is None:
         return None
     key, kinds = declared
+    drafts = text.get("num_nextn_predict_layers")
+    if isinstance(kinds, list) and type(drafts) is int and len(kinds) == num_layers + drafts:
+        kinds = kinds[:num_layers]  # Step lists its draft layers too
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise UnsupportedModelError(
             f"`{key}` of `{architecture}` is {kinds!r}, expected one for each of the "
@@ -171,13 +178,13 @@ def layer_kinds(text: Config, num_layers: int, architecture: str) -> list[str] |
             code="geometry.layer_types",
         )
     for kind in kinds:
-        if kind not in CACHED_KINDS and kind not in STATE_KINDS:
+        if str(kind) not in CACHED_KINDS and str(kind) not in STATE_KINDS:
             raise UnsupportedModelError(
                 f"`{architecture}` has a layer of unknown kind `{kind}`; "
                 f"known: {', '.join([*CACHED_KINDS, *STATE_KINDS])}",
                 code="geometry.layer_kind",
             )
-    return [str(CACHED_KINDS.get(kind, kind)) for kind in kinds]
+    return [CACHED_KINDS.get(str(kind), str(kind)) for kind in kinds]
 
 
 _NEMOTRON: Config = {"*": FULL, "M": "mamba", "-": "mlp", "E": "moe"}
@@ -191,6 +198,9 @@ def _declared_kinds(text: Config, num_layers: int) -> tuple[str, Any] | None:
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         return "hybrid_override_pattern", [_NEMOTRON.get(letter, letter) for letter in pattern]
+    types = text.get("attn_type_list")
+    if isinstance(types, list):  # MiniMax-Text-01: 1 is softmax attention, 0 lightning
+        return "attn_type_list", [FULL if kind == 1 else "linear_attention" for kind in types]
     for key in ("attn_layer_indices", "full_attn_idxs", "linear_attn_config.full_attn_layers"):
         chosen = lookup(text, key)
         if isinstance(chosen, list):

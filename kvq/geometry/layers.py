@@ -106,11 +106,19 @@ def read_geometry(config: Config, tensor_names: Iterable[str]) -> Geometry:
     _refuse_other_caches(config, text, architecture)
     num_layers = _num_layers(text)
     kinds = layer_kinds(text, num_layers, architecture)
-    shared = lookup(text, "num_kv_shared_layers") or 0
+    shared = text.get("num_kv_shared_layers") or 0
+    if type(shared) is not int or not 0 <= shared <= num_layers:
+        raise UnsupportedModelError(
+            f"`num_kv_shared_layers` in config.json is {shared!r}, expected 0 to {num_layers}",
+            code="geometry.number",
+        )
+    drafts = text.get("num_nextn_predict_layers")
     cached = frozenset(
         i for i in range(num_layers - shared) if kinds is None or kinds[i] not in STATE_KINDS
     )
-    paths = find_attention(names, num_layers, cached, architecture)
+    paths = find_attention(
+        names, num_layers, cached, architecture, drafts if type(drafts) is int else 0
+    )
     encoder_decoder = bool(config.get("is_encoder_decoder"))
     if not encoder_decoder:
         paths = _without_cross(paths, text)
@@ -211,8 +219,10 @@ def _sharing_layer(
 
 
 def _layer(layer_idx: int, kind: str, attention: str, text: Config) -> LayerGeometry:
-    own = lookup(text, f"per_layer_config.{layer_idx}")
-    text = {**text, **own} if isinstance(own, Mapping) else text
+    per_layer = text.get("per_layer_config")
+    for key, own in per_layer.items() if isinstance(per_layer, Mapping) else ():
+        if str(key).isdigit() and int(key) == layer_idx and isinstance(own, Mapping):
+            text = {**text, **own}
 
     def number(*names: str) -> int:
         return int(count(text, *names, layer_idx=layer_idx))
@@ -232,6 +242,8 @@ def _layer(layer_idx: int, kind: str, attention: str, text: Config) -> LayerGeom
     head_dim = optional(*dim_names, *HEAD_DIM) or number(*HIDDEN) // heads
     if text.get("model_type") == "mimo_v2_flash" and kind == SLIDING and not optional(*kv_names):
         kv_heads *= 2  # transformers' class says so where config.json does not
+    if text.get("v_head_dim") == 0:  # DeepSeek-VL2 without MLA
+        text = {**text, "v_head_dim": None}
     v_head_dim = optional(*v_names, "v_head_dim") or head_dim
     return LayerGeometry(layer_idx, kind, attention, heads, kv_heads, head_dim, v_head_dim)
 
@@ -251,5 +263,8 @@ _SPECIAL: dict[str, tuple[tuple[str, ...], ...]] = {
 def _kv_heads(text: Config, heads: int) -> int:
     """Return the number of KV heads where the config has no `num_key_value_heads`."""
     if text.get("new_decoder_architecture"):  # Falcon
-        return int(count(text, "num_kv_heads"))
-    return 1 if text.get("multi_query") else heads
+        return int(count(text, "num_kv_heads", default=heads))
+    if text.get("multi_query_attention"):  # ChatGLM
+        return int(count(text, "multi_query_group_num"))
+    one = text.get("multi_query") or lookup(text, "attn_config.attn_type") == "multiquery_attention"
+    return 1 if one else heads

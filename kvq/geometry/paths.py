@@ -55,7 +55,11 @@ def is_text_path(path: str) -> bool:
 
 
 def find_attention(
-    names: Iterable[str], num_layers: int, cached: frozenset[int], architecture: str
+    names: Iterable[str],
+    num_layers: int,
+    cached: frozenset[int],
+    architecture: str,
+    num_drafts: int = 0,
 ) -> AttentionPaths:
     """Find the attention modules of the text decoder.
 
@@ -65,12 +69,14 @@ def find_attention(
 
     Args:
         names: the checkpoint's tensor names.
-        num_layers: layers of higher number are draft layers.
+        num_layers: how many layers the decoder has.
         cached: numbers of the layers that must have attention.
         architecture: for errors.
+        num_drafts: how many draft layers follow the decoder's, with numbers that go on.
 
     Raises:
-        UnsupportedModelError: several stacks could be the text decoder.
+        UnsupportedModelError: several stacks could be the text decoder, or it has more layers than
+            config.json says.
     """
     stacks: dict[str, dict[str, int]] = {}  # prefix before the layer number → path → layer
     drafts = set()
@@ -81,11 +87,20 @@ def find_attention(
         path = match["path"]
         if path.rpartition(".")[2] in KEY_PROJECTIONS:  # a module of projections inside attention
             path = path.rpartition(".")[0]
-        if _DRAFT.search(path) or int(match["layer"]) >= num_layers:
+        if _DRAFT.search(path):
             drafts.add(path)
         else:
             stacks.setdefault(match["prefix"], {})[path] = int(match["layer"])
     chosen = _decoder_stack(stacks, cached, architecture)
+    for path in [path for path, layer in chosen.items() if layer >= num_layers]:
+        if (layer := chosen.pop(path)) >= num_layers + num_drafts:
+            raise UnsupportedModelError(
+                f"`{path}` is of layer {layer}, and config.json says that `{architecture}` has "
+                f"{num_layers}: transformers would leave it out",
+                code="geometry.surplus",
+                hint="config.json and the tensors disagree; compare them with the original model",
+            )
+        drafts.add(path)
     own: dict[int, tuple[str, ...]] = {}
     cross: dict[int, tuple[str, ...]] = {}
     for path, layer in sorted(chosen.items()):

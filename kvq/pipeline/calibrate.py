@@ -15,7 +15,7 @@ from kvq.checkpoint import (
     weight_fingerprint,
 )
 from kvq.configs import QuantConfig, get_config, resolve
-from kvq.errors import CheckpointError, InputError
+from kvq.errors import CheckpointError, InputError, first_line
 from kvq.files import check_target, read_json
 from kvq.geometry import (
     MAX_POSITIONS,
@@ -82,11 +82,17 @@ def calibrate(
             "times the margin",
             code="option.margin",
         )
+    if options.margin != 1 and any(e.config and e.config.constant_amax for e in entries):
+        raise InputError(
+            f"{options.kv_cfg} has a constant amax, to which --margin adds nothing",
+            code="option.margin",
+            hint="leave --margin out, or use FP8_KV_CFG",
+        )
     view = open_checkpoint(root)
     geometry = read_geometry(view.config, view.tensors)
     chosen = _chosen_layers(options.skip_layers, geometry)
-    _check_observable(view, geometry)
-    _check_queries(geometry, entries, options.kv_cfg)
+    check_observable(view, geometry)
+    check_queries(geometry, entries, options.kv_cfg)
     for notice in _geometry_notices(view, geometry):
         notify(notice)
     data = _load_data(root, view, geometry, options)
@@ -99,6 +105,9 @@ def calibrate(
     elif outliers and not set(outliers) <= set(chosen):
         notify(advice(list(outliers), heads_differ=any(outliers.values())))
     calibration = without_layers(calibration, chosen)
+    if set(calibration.skip_layers) > set(chosen):
+        listed = ", ".join(str(layer) for layer in calibration.skip_layers)
+        notify(f"Layers of one cache are skipped together: {listed}.")
     write_calibration(calibration, target, overwrite=options.overwrite)
     return calibration
 
@@ -120,7 +129,7 @@ def _chosen_layers(text: str | None, geometry: Geometry) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _check_observable(view: CheckpointView, geometry: Geometry) -> None:
+def check_observable(view: CheckpointView, geometry: Geometry) -> None:
     """Refuse checkpoints of which transformers would run something else than the files say."""
     attention_groups = [g for g in view.config_groups.values() if not g.get("weights")]
     if view.kv_cache_scheme or attention_groups:
@@ -144,7 +153,8 @@ def _check_observable(view: CheckpointView, geometry: Geometry) -> None:
         )
 
 
-def _check_queries(geometry: Geometry, entries: QuantConfig, kv_cfg: str) -> None:
+def check_queries(geometry: Geometry, entries: QuantConfig, kv_cfg: str) -> None:
+    """Refuse queries of MLA."""
     queries = [f"{layer.attention}.{QUERY}" for layer in geometry.layers]
     if geometry.is_mla and any(entry.matches(name) for entry in entries for name in queries):
         raise InputError(
@@ -186,7 +196,7 @@ def _load_data(
             )
         except Exception as error:  # the tokenizers library raises plain exceptions
             raise CheckpointError(
-                f"cannot load the tokenizer of `{root}`: {str(error).strip().splitlines()[0]}",
+                f"cannot load the tokenizer of `{root}`: {first_line(error)}",
                 code="model.tokenizer",
                 hint="rows of `input_ids` need none: remove the tokenizer's files to use them",
             ) from error

@@ -153,13 +153,24 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
     provenance = read_provenance(view, [scale.tensor for scale in dialect.find(view, geometry)])
     rows = []
     for layer in scales.layers:
-        amax = {side: FP8_E4M3.amax(max(values)) for side, values in layer.scales.items() if values}
+        amax = {
+            side: _recorded(provenance, layer.attention, side) or FP8_E4M3.amax(max(values))
+            for side, values in layer.scales.items()
+            if values
+        }
         tokens = provenance.tokens.get(layer.attention) if provenance else None
         rows.append(LayerRow(layer.layer_idx, layer.attention, amax, layer.scales, tokens, (),
                              read_key_traits(view, layer.attention)))  # fmt: skip
     flagged = _flagged(rows, provenance.skip_layers if provenance else ())
     tree = _attention_trees(view, geometry, flagged, provenance)
     return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))
+
+
+def _recorded(provenance: Provenance | None, attention: str, side: str) -> float | None:
+    """Return the observed amax that was recorded; the scale may have a margin on it."""
+    if provenance is None or provenance.status.get(attention, {}).get(side) == "constant":
+        return None
+    return max(provenance.observed(attention, side) or [], default=None)
 
 
 def _attention_trees(

@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.checkpoint import (
+    CheckpointView,
     Weight,
     config_digest,
     fingerprint,
@@ -16,9 +18,11 @@ from kvq.checkpoint import (
 from kvq.configs import get_config, resolve
 from kvq.errors import InputError
 from kvq.geometry import Geometry, is_key_or_value_weight, read_geometry
+from kvq.pipeline.calibrate import check_observable, check_queries
 from kvq.pipeline.record import layer_statistics, model_identity, versions
 from kvq.quantizers import QUERY
 from kvq.state import Calibration
+from kvq.tensorfile import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +39,9 @@ def calibrate(
 ) -> Calibration:
     """Observe a transformers model's keys and values on batches of its own inputs.
 
-    The model is left exactly as it was. It takes whatever it needs: pixels, audio features,
-    decoder inputs. Where it runs and in which dtype is yours to choose.
+    Weights, mode, hooks and attention functions of the model are left as they were. It takes
+    whatever it needs: pixels, audio features, decoder inputs. Where it runs and in which dtype is
+    yours to choose; other threads may use it meanwhile.
 
     Args:
         model: a transformers model with a KV cache, e.g. from `from_pretrained`.
@@ -44,7 +49,8 @@ def calibrate(
             of one batch have equal lengths: kvq never counts padding.
         kv_cfg: a named configuration.
         checkpoint: the folder it was loaded from, whose tensor names and weights the calibration
-            then belongs to. Without it, names and weights are those of the model in memory.
+            then belongs to; weights that differ are refused. Without it, names and weights are
+            those of the model in memory.
 
     Returns:
         The calibration; `kvq.write_calibration` saves it for `kvq export`.
@@ -56,14 +62,19 @@ def calibrate(
     from kvq.calibration.modules import attention_modules, module_list
     from kvq.calibration.observe import observing
 
+    _refuse_compiled(model)
     entries = get_config(kv_cfg)
     view = None if checkpoint is None else open_checkpoint(Path(checkpoint))
     geometry = live_geometry(model) if view is None else read_geometry(view.config, view.tensors)
+    if view is not None:
+        check_observable(view, geometry)
+    check_queries(geometry, entries, kv_cfg)
     paths = [layer.attention for layer in geometry.layers]
+    attentions = attention_modules(model, paths)
+    weights = _fingerprint(model, attentions, view)
     names = [f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers]
     quantizers = resolve(entries, names)
     queries = any(config and name.endswith(QUERY) for name, config in quantizers.items())
-    attentions = attention_modules(model, paths)
     observer = Observer(geometry.layers, queries=queries)
     tally = _Tally()
     with observing(model, attentions, observer, cross=geometry.is_encoder_decoder) as run:
@@ -72,7 +83,6 @@ def calibrate(
     data = tally.identity()
     results = observer.results()
     config = _config(model) if view is None else view.config
-    weights = live_fingerprint(model) if view is None else weight_fingerprint(view)
     return Calibration(
         kv_cfg=kv_cfg,
         layers=layer_statistics(geometry.layers, results, observer.tokens),
@@ -84,14 +94,34 @@ def calibrate(
             "weight_fingerprint": weights,
         },
         data=data,
-        run={
-            "observer": "amax",
-            "device": model.device.type,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "attention": str(model.config.get_text_config(decoder=True)._attn_implementation),
-            "versions": versions(),
-        },
+        run=_run_record(model),
     )
+
+
+def _run_record(model: Any) -> dict[str, Any]:
+    return {
+        "observer": "amax",
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": str(model.config.get_text_config(decoder=True)._attn_implementation),
+        "versions": versions(),
+    }
+
+
+def _refuse_compiled(model: Any) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            "the model is compiled: its numbers, and its module names, are others",
+            code="live.compiled",
+            hint="give the model that was passed to torch.compile",
+        )
+
+
+def _fingerprint(model: Any, attentions: Mapping[str, Any], view: CheckpointView | None) -> str:
+    if view is None:
+        return live_fingerprint(model)
+    _check_same_weights(attentions, view)
+    return weight_fingerprint(view)
 
 
 def live_geometry(model: Any) -> Geometry:
@@ -105,10 +135,44 @@ def live_fingerprint(model: Any) -> str:
     return fingerprint(_weight(n, state[n]) for n in sorted(filter(is_key_or_value_weight, state)))
 
 
-def _weight(name: str, tensor: "Tensor") -> Weight:
-    import torch
+def _check_same_weights(attentions: Mapping[str, Any], view: CheckpointView) -> None:
+    """Refuse a model whose K/V weights are not the checkpoint's, where the names tell them."""
+    for path, module in attentions.items():
+        for name, tensor in module.named_parameters():
+            info = view.tensors.get(f"{path}.{name}")
+            if info is None or not is_key_or_value_weight(info.name) or info.dtype not in _DTYPES:
+                continue
+            stored = tensor.detach().to(_torch_dtype(info.dtype))
+            ours = _weight(info.name, stored)
+            theirs = (info.name, info.dtype, info.shape, info.end - info.start,
+                      partial(read_bytes, info))  # fmt: skip
+            if fingerprint([ours]) != fingerprint([theirs]):
+                raise InputError(
+                    f"`{info.name}` of the model in memory is not that of `{view.root}`",
+                    code="live.weights",
+                    hint="leave `checkpoint` out, and export onto a checkpoint of these weights",
+                )
+
+
+_DTYPES = ("F32", "BF16", "F16")
+
+
+def _torch_dtype(name: str) -> Any:
     from safetensors.torch import _TYPES  # dtype names of the safetensors format
 
+    return _TYPES[name]
+
+
+def _weight(name: str, tensor: "Tensor") -> Weight:
+    import torch
+    from safetensors.torch import _TYPES
+
+    if tensor.device.type == "meta":
+        raise InputError(
+            f"`{name}` is not in memory (offloaded by accelerate?)",
+            code="live.offloaded",
+            hint="give the folder it was loaded from as `checkpoint`",
+        )
     dtype = next(short for short, kind in _TYPES.items() if kind == tensor.dtype)
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
 
@@ -132,20 +196,8 @@ class _Tally:
 
     def count(self, batches: Iterable[Any]) -> Iterator[Batch]:
         for number, batch in enumerate(batches):
-            given: Batch = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-            mask = given.get("attention_mask")
-            if mask is not None and not bool(mask.all()):
-                raise InputError(
-                    f"batch {number} is padded: {int((mask == 0).sum())} positions are masked",
-                    code="live.padding",
-                    hint="batch only rows of equal length; padding moves the maxima of real tokens",
-                )
-            main = next((given[key] for key in _MAIN if given.get(key) is not None), None)
-            if main is None:
-                raise InputError(
-                    f"batch {number} has {sorted(given)}, expected one of {', '.join(_MAIN)}",
-                    code="live.batch",
-                )
+            given = _checked(batch, number)
+            main = next(given[key] for key in _MAIN if given.get(key) is not None)
             self.sequences += int(main.shape[0])
             self.tokens += int(main.shape[0] * main.shape[1])
             digest = hashlib.sha256()
@@ -167,5 +219,37 @@ class _Tally:
         }
 
 
+def _checked(batch: Any, number: int) -> Batch:
+    """Return a batch as a mapping of tensors, without padding and with nothing that kvq gives."""
+    import torch
+
+    given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    for key in (*_MAIN, *_MASKS):
+        if isinstance(given.get(key), list | tuple):
+            given[key] = torch.tensor(given[key])
+    main = next((given[key] for key in _MAIN if given.get(key) is not None), None)
+    reserved = sorted(given.keys() & {"past_key_values", "use_cache", "labels"})
+    if main is None or main.ndim < 2 or reserved:
+        found = f"`{reserved[0]}`" if reserved else f"{sorted(given)}"
+        shape = "" if main is None or reserved else f" of shape {list(main.shape)}"
+        raise InputError(
+            f"batch {number} has {found}{shape}",
+            code="live.batch",
+            hint=f"give one of {', '.join(_MAIN)} as [batch, seq_len, ...], and what else forward "
+            "takes except labels and cache",
+        )
+    for key in _MASKS:
+        mask = given.get(key)
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask.all()):
+            raise InputError(
+                f"batch {number} is padded: {int((mask == 0).sum())} positions of `{key}` are "
+                "masked",
+                code="live.padding",
+                hint="batch only rows of equal length; padding moves the maxima of real tokens",
+            )
+    return given
+
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
 # What counts as a batch's tokens; the decoder's of an encoder-decoder model.
 _MAIN = ("decoder_input_ids", "input_ids", "inputs_embeds", "input_features", "flattened_patches")

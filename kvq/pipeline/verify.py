@@ -40,7 +40,13 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
     geometry = read_geometry(view.config, view.tensors)
     scales = CompressedTensors().find(view, geometry)
     provenance = read_provenance(view, [scale.tensor for scale in scales])
-    values, unreadable = _read_values(view, [scale.tensor for scale in scales])
+    drafts = tuple(
+        FoundScale(geometry.num_hidden_layers, path, side, name)
+        for path in geometry.drafts
+        for side in ("k", "v")
+        if (name := scale_name(path, side)) in view.tensors
+    )
+    values, unreadable = _read_values(view, [scale.tensor for scale in scales + drafts])
     context = Context(
         view=view,
         geometry=geometry,
@@ -49,6 +55,7 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
         provenance=provenance,
         reference=None if against is None else read_reference(against, view, scales, provenance),
         rtol=rtol,
+        drafts=drafts,
         by_side={(scale.attention, scale.side): scale for scale in scales},
     )
     findings = unreadable + [finding for rule in RULES for finding in rule(context)]
