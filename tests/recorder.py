@@ -104,7 +104,7 @@ def record_cache(model, inputs: Iterable[dict]) -> dict[str, tuple]:
         for hook in hooks:
             hook.remove()
     return {
-        name: tuple(torch.stack([pair[i] for pair in pairs]).amax(0).numpy() for i in (0, 1))
+        name: tuple(torch.stack([pair[i] for pair in pairs]).amax(0).cpu().numpy() for i in (0, 1))
         for name, pairs in found.items()
     }
 

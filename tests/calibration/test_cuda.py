@@ -52,3 +52,25 @@ def test_the_same_plan_gives_the_same_bits_and_another_plan_nearly_so(checkpoint
     for key, amax in first.items():
         np.testing.assert_array_equal(second[key], amax)
         np.testing.assert_allclose(alone[key], amax, rtol=2**-6)
+
+
+ZOO = ["deepseek_v3", "deepseek_v32", "falcon", "gemma3n_text", "gemma4_text", "gpt_oss", "jamba"]
+
+
+@NO_CUDA
+@pytest.mark.parametrize("name", [*ZOO, "mixtral", "qwen3_next"])
+def test_every_kind_of_cache_is_observed_on_the_device(name):
+    import kvq as api
+    from tests import zoo
+    from tests.recorder import record_cache
+
+    model = zoo.tiny_model("causal", name).cuda()
+    batches = [torch.arange(i + 3, i + n)[None].cuda() % 100 for i, n in enumerate((8, 20, 43))]
+    found = api.calibrate(model, batches)
+    recorded = list(record_cache(model, [{"input_ids": ids} for ids in batches]).values())
+    own = [layer for layer in found.layers if layer.shared_from is None]
+    assert found.run["device"] == "cuda"
+    assert len(own) == len(recorded)
+    for layer, expected in zip(own, recorded, strict=True):
+        for quantizer, amax in zip(layer.quantizers[1:], expected, strict=True):
+            np.testing.assert_array_equal(layer.amax[quantizer], amax)
