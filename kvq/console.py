@@ -10,6 +10,7 @@ from kvq.errors import KvqError
 
 if TYPE_CHECKING:
     from kvq.checks.findings import Finding, Report
+    from kvq.engines.base import EngineReading
     from kvq.pipeline.inspect import LayerRow
 
 
@@ -57,6 +58,9 @@ def _styled(stream: TextIO, word: str, color: str, text: str) -> None:
         stream.write(f"{word}: {text}\n")
 
 
+_WORDS = ("flags", "tensor", "reason")  # columns of text
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a table to stdout: fitted to a terminal, never cut in a pipe."""
     rows = [list(row) for row in rows]
@@ -66,14 +70,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
         shown = Table(box=None, pad_edge=False)
         for column in columns:
-            shown.add_column(column, justify="left" if column == "flags" else "right")
+            shown.add_column(column, justify="left" if column in _WORDS else "right")
         for row in rows:
             shown.add_row(*row)
         Console(no_color=bool(os.environ.get("NO_COLOR"))).print(shown)
         return
     widths = [max(len(row[i]) for row in [list(columns), *rows]) for i in range(len(columns))]
     for row in [list(columns), *rows]:
-        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        cells = (
+            cell.ljust(width) if column in _WORDS else cell.rjust(width)
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        )
         answer("  ".join(cells).rstrip())
 
 
@@ -84,6 +91,24 @@ def layer_table(rows: Sequence["LayerRow"]) -> None:
     columns = ["layer", *(f"{side} amax" for side in sides), *(f"{side} scale" for side in sides)]
     columns += ["tokens", "flags"]
     table(columns, [_layer_cells(row, sides) for row in rows])
+
+
+def engine_table(reading: "EngineReading") -> None:
+    """Write which number an engine uses for each layer, and why."""
+    dtype = reading.options.kv_cache_dtype
+    answer(f"{reading.engine} {reading.version}, --kv-cache-dtype {dtype}:")
+    if reading.error is not None:
+        answer(f"  fails to load: {reading.error}")
+    rows = [
+        [str(layer.layer_idx), layer.cache_dtype or "unknown", side, _scale_cell(used.value or ()),
+         used.tensor or "-", used.reason]
+        for layer in reading.layers
+        for side, used in (("k", layer.k), ("v", layer.v))
+    ]  # fmt: skip
+    if rows:
+        table(["layer", "cache", "side", "value", "tensor", "reason"], rows)
+    for text in reading.notes:
+        answer(f"  {text}")
 
 
 def _layer_cells(row: "LayerRow", sides: Sequence[str]) -> list[str]:
@@ -151,11 +176,22 @@ def report(found: "Report", *, form: str, strict: bool) -> None:
             answer(line(finding))
         errors = sum(f.severity == "error" for f in found.findings)
         warnings = len(found.findings) - errors
+        for reading in found.readings:
+            answer(_reading_line(reading))
         verdict = "holds" if found.ok(strict=strict) else "does not hold"
         answer(
             f"{verdict}: {errors} errors, {warnings} warnings; "
             f"{found.checks} rules over {found.layers} layers"
         )
+
+
+def _reading_line(reading: "EngineReading") -> str:
+    used = sum(side.tensor is not None for layer in reading.layers for side in (layer.k, layer.v))
+    return (
+        f"{reading.engine} {reading.version}, --kv-cache-dtype {reading.options.kv_cache_dtype}: "
+        f"cache {reading.cache_dtype or 'unknown'}, {used} of {2 * len(reading.layers)} scales "
+        "from the checkpoint"
+    )
 
 
 def _human_line(finding: "Finding") -> str:

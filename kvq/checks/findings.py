@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvq.engines.base import EngineReading
+from kvq.engines.document import to_document
 from kvq.errors import CheckpointError
 
 
@@ -31,6 +33,7 @@ class Report:
     findings: tuple[Finding, ...]
     checks: int
     layers: int
+    readings: tuple[EngineReading, ...] = ()
 
     def __post_init__(self) -> None:
         if self.checks == 0:
@@ -52,4 +55,5 @@ class Report:
             "checks": self.checks,
             "layers": self.layers,
             "findings": [finding.to_json() for finding in self.findings],
+            "engines": [to_document(reading) for reading in self.readings],
         }

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvq import console
-from kvq.commands.options import Json
+from kvq.commands.options import Engines, Json, KvCacheDtype
 from kvq.errors import InputError
 
 EXAMPLES = """\
@@ -15,6 +15,8 @@ Examples:
   kvq verify checkpoint
 
   kvq verify checkpoint --against calibration --report github
+
+  kvq verify checkpoint --engine vllm
 """
 FORMS = ("human", "json", "junit", "github")
 
@@ -25,11 +27,19 @@ def verify(
         Path | None, typer.Option(help="Calibration, checkpoint or scales JSON to compare with.")
     ] = None,
     rtol: Annotated[float, typer.Option(help="Relative tolerance of --against.")] = 0.0,
+    engine: Engines = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    live: Annotated[
+        str | None, typer.Option(help="Load it in the real engine: vllm or transformers.")
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="The Python that has it.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
     report: Annotated[str, typer.Option(help="human, json, junit or github.")] = "human",
     json: Json = False,
 ) -> None:
     """Check that every layer's scales are there, plausible and declared; exit 1 if not."""
+    from kvq.engines.base import EngineOptions
+    from kvq.pipeline.verify import EngineQuestion
     from kvq.pipeline.verify import verify as run
 
     if report not in FORMS:
@@ -38,7 +48,9 @@ def verify(
         )
     if json and report not in ("human", "json"):
         raise InputError(f"--json contradicts --report {report}", code="option.report")
-    found = run(checkpoint, against=against, rtol=rtol)
+    options = EngineOptions(kv_cache_dtype=kv_cache_dtype)
+    ask = EngineQuestion(engine or (), options, live, python)
+    found = run(checkpoint, against=against, rtol=rtol, ask=ask)
     console.report(found, form="json" if json else report, strict=strict)
     if not found.ok(strict=strict):
         raise typer.Exit(1)

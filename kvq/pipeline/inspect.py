@@ -12,7 +12,9 @@ import numpy as np
 from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
 from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
-from kvq.errors import CalibrationError
+from kvq.engines import get_engine
+from kvq.engines.base import EngineOptions, EngineReading
+from kvq.errors import CalibrationError, InputError
 from kvq.formats import FP8_E4M3
 from kvq.geometry import Geometry, read_geometry
 from kvq.outliers import KeyTraits, advice, amax_flags, bias_flags, read_key_traits
@@ -92,6 +94,24 @@ def inspect(path: Path) -> Inspection:
     if path.is_dir() and is_calibration(path):
         return inspect_calibration(read_calibration(path))
     return _inspect_checkpoint(open_checkpoint(path))
+
+
+def read_engines(
+    path: Path, engines: Sequence[str], options: EngineOptions
+) -> tuple[EngineReading, ...]:
+    """Predict from a checkpoint's files which scales engines would use.
+
+    Raises:
+        KvqError: the path is no checkpoint folder, or an engine is not known.
+    """
+    view = open_checkpoint(path)
+    if not view.config:
+        raise InputError(
+            f"`{path}` is a single file; an engine reads the folder with its config.json",
+            code="inspect.not_folder",
+        )
+    geometry = read_geometry(view.config, view.tensors)
+    return tuple(get_engine(name).read(view, geometry, options) for name in engines)
 
 
 def inspect_calibration(calibration: Calibration) -> Inspection:

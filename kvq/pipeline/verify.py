@@ -2,29 +2,68 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from kvq.checkpoint import CheckpointView, open_checkpoint
 from kvq.checks import RULES
-from kvq.checks.context import Context
+from kvq.checks.context import Context, Rule
+from kvq.checks.engines import engine_findings
 from kvq.checks.findings import Finding, Report
 from kvq.configs import KV, Q, QuantizerEntry
 from kvq.dialects.base import FoundScale
 from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
+from kvq.engines import get_engine
+from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import CheckpointError, InputError
 from kvq.files import read_json
 from kvq.formats import FP8_E4M3
-from kvq.geometry import read_geometry
+from kvq.geometry import Geometry, read_geometry
+from kvq.pipeline.probe import live_findings, probe
 from kvq.provenance import Provenance, read_provenance
 from kvq.quantizers import QuantizerConfig
 from kvq.scales import ScaleSet, compute_scales
 from kvq.state import Calibration, is_calibration, read_calibration
 
 
-def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Report:
+@dataclass(frozen=True)
+class EngineQuestion:
+    """Who must use the scales as written.
+
+    Args:
+        engines: what each of these would do is predicted from the files.
+        options: how the engines are run.
+        live: load the checkpoint in this engine too, and compare what it then holds.
+        python: the interpreter that has it.
+    """
+
+    engines: Sequence[str] = ()
+    options: EngineOptions = field(default_factory=EngineOptions)
+    live: str | None = None
+    python: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All engines that are asked."""
+        return list(dict.fromkeys([*self.engines, *([self.live] if self.live else [])]))
+
+
+def verify(
+    path: Path,
+    *,
+    against: Path | None = None,
+    rtol: float = 0.0,
+    ask: EngineQuestion | None = None,
+) -> Report:
     """Run every rule over a checkpoint and return all findings at once.
+
+    Args:
+        path: the checkpoint folder.
+        against: what to compare the scales with.
+        rtol: relative tolerance of that comparison.
+        ask: engines that must use the scales as written.
 
     Raises:
         KvqError: no answer is possible: unreadable files, an unsupported model, no checks.
@@ -38,6 +77,21 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
             code="verify.not_folder",
         )
     geometry = read_geometry(view.config, view.tensors)
+    context, findings = _context(view, geometry, against, rtol)
+    rules = _rules(view) if ask and ask.names else RULES
+    findings += [finding for rule in rules for finding in rule(context)]
+    readings: tuple[EngineReading, ...] = ()
+    if ask is not None:
+        readings, found = _ask(ask, view, geometry)
+        findings += found
+    findings.sort(key=lambda f: (-1 if f.layer_idx is None else f.layer_idx, f.tensor or ""))
+    checks = (len(rules) + len(readings)) * bool(geometry.layers)
+    return Report(tuple(findings), checks, len(geometry.layers), readings)
+
+
+def _context(
+    view: CheckpointView, geometry: Geometry, against: Path | None, rtol: float
+) -> tuple[Context, list[Finding]]:
     scales = CompressedTensors().find(view, geometry)
     provenance = read_provenance(view, [scale.tensor for scale in scales])
     drafts = tuple(
@@ -58,10 +112,32 @@ def verify(path: Path, *, against: Path | None = None, rtol: float = 0.0) -> Rep
         drafts=drafts,
         by_side={(scale.attention, scale.side): scale for scale in scales},
     )
-    findings = unreadable + [finding for rule in RULES for finding in rule(context)]
-    findings.sort(key=lambda f: (-1 if f.layer_idx is None else f.layer_idx, f.tensor or ""))
-    checks = len(RULES) * bool(geometry.layers)
-    return Report(tuple(findings), checks, len(geometry.layers))
+    return context, unreadable
+
+
+def _rules(view: CheckpointView) -> Sequence[Rule]:
+    """Return the rules that apply where an engine is asked as well.
+
+    Most speak of compressed-tensors' names; what other names mean, the engine's reading says.
+    """
+    method = (view.quantization_config or {}).get("quant_method")
+    legacy = view.quantization_config is None and (view.root / "hf_quant_config.json").exists()
+    if legacy or method not in (None, "compressed-tensors"):
+        return [rule for rule in RULES if rule.__module__ == "kvq.checks.shards"]
+    return RULES
+
+
+def _ask(
+    ask: EngineQuestion, view: CheckpointView, geometry: Geometry
+) -> tuple[tuple[EngineReading, ...], list[Finding]]:
+    engines = {name: get_engine(name) for name in ask.names}
+    readings = {name: engine.read(view, geometry, ask.options) for name, engine in engines.items()}
+    findings = [f for reading in readings.values() for f in engine_findings(reading, view)]
+    if ask.live is not None:
+        dtype = ask.options.kv_cache_dtype
+        answer = probe(ask.live, view.root, python=ask.python, kv_cache_dtype=dtype)
+        findings += live_findings(readings[ask.live], answer)
+    return tuple(readings.values()), findings
 
 
 def _read_values(

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tests.clients.servable import EXPANDED, LOADED, MLA, REFUSED, UNBUILT, export
 
 pytestmark = pytest.mark.client_vllm
-SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_scales.py"
+SCRIPT = Path(__file__).parents[2] / "kvq" / "engines" / "probes" / "probe_vllm.py"
 
 
 def loaded_by_vllm(*checkpoints):
@@ -146,3 +146,27 @@ def test_vllm_cannot_build_these_on_the_cpu(family, outcomes):
     assert UNBUILT[family][1] in loaded["error"]
     _, without_scales = outcomes[family, "source"]
     assert UNBUILT[family][1] in without_scales["error"]
+
+
+def test_verify_live_asks_the_real_engine(kvq, exported, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    from tests.models import SERVABLE, save
+
+    python = os.environ["KVQ_VLLM_PYTHON"]
+    save("llama", tmp_path / "model", **SERVABLE)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": list(range(40))}) + "\n")
+    argv = ["--dataset", tmp_path / "rows.jsonl", "--seq-len", 64, "--min-tokens", 1]
+    assert kvq("calibrate", tmp_path / "model", *argv, "-o", tmp_path / "c").code == 0
+    argv = ["--scales", tmp_path / "c", "-o", tmp_path / "out", "--link", "copy"]
+    assert kvq("export", tmp_path / "model", *argv).code == 0
+    result = kvq("verify", tmp_path / "out", "--live", "vllm", "--python", python)
+    assert result.code == 0, result.out
+    (shard,) = (tmp_path / "out").glob("model-00002-*.safetensors")
+    tensors = load_file(shard)
+    del tensors["model.layers.1.self_attn.v_scale"]
+    save_file(tensors, shard)
+    result = kvq("verify", tmp_path / "out", "--live", "vllm", "--python", python, "--json")
+    codes = {finding["code"] for finding in result.json["findings"]}
+    assert "engine.default" in codes  # the real engine agrees with the prediction
+    assert not codes & {"live.value", "live.load", "live.prediction"}

@@ -1,6 +1,8 @@
 """Print the KV scales that real vLLM holds after loading checkpoints on the CPU.
 
-Usage: VLLM_PYTHON scripts/vllm_scales.py CHECKPOINT...
+Usage: PYTHON_WITH_VLLM kvq/engines/probes/probe_vllm.py [--kv-cache-dtype DTYPE] CHECKPOINT...
+
+It is run by `kvq verify --live vllm`, by the Python that has vLLM; kvq is not needed there.
 
 One JSON object per line, {"checkpoint", "cache_dtype", "layers": {name: {"k", "v", "k_all",
 "v_all", "heads", "dtype"}}} or {"checkpoint", "error"}. It builds the model the way the server does
@@ -11,6 +13,7 @@ The classes of vision-language models import torchvision, whose wheel does not f
 the CPU. Loading weights needs none of it, so a package of that name with empty contents stands in.
 """
 
+import argparse
 import gc
 import importlib.abc
 import importlib.machinery
@@ -30,12 +33,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `torchvision` and all modules in it."""
 
-    def find_spec(self, name, path=None, target=None):  # noqa: D102
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] != "torchvision":
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
-    def exec_module(self, module):  # noqa: D102
+    def exec_module(self, module):
         module.__version__ = "0"
         module.__getattr__ = stand_in
 
@@ -67,9 +70,9 @@ def start_world() -> None:
         initialize_model_parallel(1, 1)
 
 
-def load(path: str) -> dict[str, object]:
+def load(path: str, kv_cache_dtype: str) -> dict[str, object]:
     arguments = EngineArgs(model=path, max_model_len=64, enforce_eager=True,
-                           skip_tokenizer_init=True)  # fmt: skip
+                           skip_tokenizer_init=True, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         model = get_model(vllm_config=config)
@@ -84,11 +87,15 @@ def load(path: str) -> dict[str, object]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("checkpoints", nargs="+")
+    arguments = parser.parse_args()
     start_world()
-    for path in sys.argv[1:]:
+    for path in arguments.checkpoints:
         gc.freeze()  # the loader collects garbage, 0.4 s over all that was imported
         try:
-            print(json.dumps(load(path)), flush=True)
+            print(json.dumps(load(path, arguments.kv_cache_dtype)), flush=True)
         except Exception as error:  # the error is the answer for this checkpoint
             print(json.dumps({"checkpoint": path, "error": f"{type(error).__name__}: {error}"}),
                   flush=True)  # fmt: skip

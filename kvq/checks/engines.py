@@ -1,0 +1,94 @@
+"""What an engine's reading of a checkpoint means: every layer that it would not use as written."""
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+from kvq.checkpoint import CheckpointView
+from kvq.checks.findings import Finding
+from kvq.engines.base import EngineReading, LayerReading, SideReading
+from kvq.errors import CheckpointError
+
+
+def engine_findings(reading: EngineReading, view: CheckpointView) -> Iterator[Finding]:
+    """Yield what the engine would do otherwise than the checkpoint's scales say.
+
+    Args:
+        reading: which number the engine uses for each layer, and where it comes from.
+        view: the checkpoint that was read.
+    """
+    engine = f"{reading.engine} {reading.version}"
+    if reading.error is not None:
+        yield Finding(
+            "engine.load", "error", f"{engine} fails to load this checkpoint: {reading.error}",
+            expected="a checkpoint that loads", found=reading.error,
+        )  # fmt: skip
+        return
+    values = [x for layer in reading.layers for used in (layer.k, layer.v) if used.tensor
+              for x in used.value or ()]  # fmt: skip
+    if len(values) > 2 and set(values) == {1.0}:
+        yield Finding(
+            "engine.all_one", "error",
+            f"all {len(values)} scales that {engine} reads are 1.0: this looks uncalibrated",
+            expected="calibrated values", found="1.0",
+        )  # fmt: skip
+    for layer in reading.layers:
+        for side, used in (("k", layer.k), ("v", layer.v)):
+            yield from _side_findings(engine, layer, side, used, view)
+        if not _quantized(layer.cache_dtype):
+            yield Finding(
+                "engine.unquantized", "error",
+                f"{engine} leaves the cache of this layer unquantized: scales have no effect",
+                layer.layer_idx, layer.k.tensor or layer.v.tensor,
+                expected="a quantized cache", found=str(layer.cache_dtype),
+            )  # fmt: skip
+
+
+def _quantized(cache_dtype: str | None) -> bool:
+    return cache_dtype is None or cache_dtype.startswith(("fp8", "nvfp4"))
+
+
+def _side_findings(
+    engine: str, layer: LayerReading, side: str, used: SideReading, view: CheckpointView
+) -> Iterator[Finding]:
+    if used.value is None:
+        yield Finding(
+            "engine.unknown", "warning",
+            f"what {engine} uses for {side} is not known: {used.reason}", layer.layer_idx,
+            expected="a known value", found="unknown",
+        )  # fmt: skip
+        return
+    shown = ", ".join(f"{value:g}" for value in used.value)
+    if used.tensor is None:
+        if _quantized(layer.cache_dtype):
+            yield Finding(
+                "engine.default", "error", f"{engine} uses {side} {shown}: {used.reason}",
+                layer.layer_idx, expected="a scale of the checkpoint", found=shown,
+            )  # fmt: skip
+        return
+    try:
+        stored = view.read(used.tensor).astype(np.float64).ravel()
+    except CheckpointError:
+        return  # another rule says so
+    value = np.array(used.value, np.float64)
+    same = value.size == stored.size and np.array_equal(value, stored, equal_nan=True)
+    if not same and not used.tensor.endswith((f"{side}_scale", "kv_scale", "output_scale",
+                                              "cache.scale")):  # fmt: skip
+        severity = "error"
+    else:
+        severity = "warning" if value.size == stored.size and _rounded(value, stored) else "error"
+    if not same:
+        yield Finding(
+            "engine.value", severity, f"{engine} uses {side} {shown}: {used.reason}",
+            layer.layer_idx, used.tensor, expected=", ".join(f"{x:g}" for x in stored), found=shown,
+        )  # fmt: skip
+
+
+def _rounded(value: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether a value is the stored one in a 16-bit or 32-bit float."""
+    with np.errstate(all="ignore"):
+        return any(
+            np.array_equal(value, stored.astype(np.float32).astype(dtype).astype(np.float64))
+            for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)
+        )

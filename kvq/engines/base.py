@@ -1,0 +1,71 @@
+"""The engine seam: what a serving engine makes of a checkpoint, read from its files alone."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvq.checkpoint import CheckpointView
+from kvq.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine is started, as far as it matters for scales."""
+
+    kv_cache_dtype: str = "auto"
+    platform: str = "cpu"
+    tp: int = 1
+    skip_layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SideReading:
+    """The scale in use: one number or one per head, None where unknown; where it comes from.
+
+    `reason` says in words how the value came about, and is empty where nothing is to be said: the
+    tensor is read as it is.
+    """
+
+    value: tuple[float, ...] | None
+    tensor: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class LayerReading:
+    """One attention layer as the engine sees it; `engine_name` is the engine's own path of it."""
+
+    layer_idx: int
+    attention: str
+    engine_name: str
+    cache_dtype: str | None
+    k: SideReading
+    v: SideReading
+
+
+@dataclass(frozen=True)
+class EngineReading:
+    """All layers, or the error with which the engine refuses the checkpoint.
+
+    What the model of the engine does not cover is None, with the reason in the layers and notes.
+    """
+
+    engine: str
+    version: str
+    options: EngineOptions
+    cache_dtype: str | None
+    layers: tuple[LayerReading, ...]
+    error: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """A model of one version of a serving engine; nothing of the engine itself is imported."""
+
+    name: str
+    version: str
+
+    def read(
+        self, view: CheckpointView, geometry: Geometry, options: EngineOptions
+    ) -> EngineReading:
+        """Return what the engine does with a checkpoint."""
+        ...

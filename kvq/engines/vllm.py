@@ -1,0 +1,205 @@
+"""A model of how vLLM 0.32 loads the scales of a checkpoint, compared with vLLM itself.
+
+It reads headers, JSON and the scale tensors, and runs nothing. tests/goldens/vllm.json holds what
+vLLM made of several hundred small checkpoints, made by scripts/record_vllm.py; the model predicts
+each of them.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from kvq.checkpoint import CheckpointView
+from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading
+from kvq.engines.vllm_attention import AttentionLayer, attention_layers
+from kvq.engines.vllm_classes import CHECKED, model_type
+from kvq.engines.vllm_config import (
+    LoadError,
+    NotModelledError,
+    Quantization,
+    read_quantization,
+)
+from kvq.engines.vllm_linear import QuantizedLinears
+from kvq.engines.vllm_names import Modules, files_read, is_linear_scale, is_scale, stream
+from kvq.engines.vllm_values import (
+    default,
+    load_base,
+    load_ct,
+    model_dtype,
+    process_base,
+    unknown,
+    with_reason,
+)
+from kvq.errors import KvqError
+from kvq.geometry import Geometry
+from kvq.tensorfile import TensorInfo
+
+_NO_TENSOR = "default 1.0: no tensor is read into this layer"
+
+
+class VLLM:
+    """vLLM's loader."""
+
+    name = "vllm"
+    version = "0.32.0"
+
+    def read(
+        self, view: CheckpointView, geometry: Geometry, options: EngineOptions
+    ) -> EngineReading:
+        """Return what vLLM does with a checkpoint."""
+        blank = EngineReading(self.name, self.version, options, None, (), None, _notes(view))
+        try:
+            quantization = read_quantization(view, options.kv_cache_dtype)
+            cache_dtype, layers = attention_layers(view, geometry, quantization, options)
+            if quantization.per_head and not options.platform.startswith("sm9"):
+                note = "scales per head need FlashAttention 3 (sm90); the CPU uses their maximum"
+                blank = replace(blank, notes=(*blank.notes, note))
+            loading = _Loading(view, geometry, quantization, options, layers)
+            loading.run()
+            return replace(blank, cache_dtype=cache_dtype, layers=loading.readings())
+        except LoadError as error:
+            return replace(blank, error=str(error))
+        except NotModelledError as error:
+            side = unknown(str(error))
+            unread = tuple(
+                LayerReading(layer.layer_idx, layer.attention, layer.attention, None, side, side)
+                for layer in geometry.layers
+            )
+            return replace(blank, layers=unread, notes=(*blank.notes, str(error)))
+
+
+def _notes(view: CheckpointView) -> tuple[str, ...]:
+    if model_type(view) in CHECKED:
+        return ()
+    return (f"model class not checked against real vLLM: `{model_type(view) or 'unknown'}`",)
+
+
+@dataclass
+class _Loading:
+    """The loading of one checkpoint: tensors in vLLM's order, each with its effect."""
+
+    view: CheckpointView
+    geometry: Geometry
+    quantization: Quantization
+    options: EngineOptions
+    layers: tuple[AttentionLayer, ...]
+    loaded: dict[tuple[str, str], SideReading] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # tensor → why
+
+    def run(self) -> None:
+        """Load every tensor.
+
+        Raises:
+            LoadError: vLLM ends with one of them.
+        """
+        files = files_read(self.view)
+        modules = self._modules()
+        linears = QuantizedLinears(self.view, self.quantization)
+        by_path = {layer.path: layer for layer in self.layers}
+        dtype = model_dtype(self.view)
+        for info in stream(self.view, files):
+            linear = is_linear_scale(info.name) and info.name.rpartition(".")[0] not in linears
+            if not is_scale(info.name) and not linear:
+                continue
+            if info.name.startswith(tuple(f"{path}." for path in self.geometry.drafts)):
+                continue
+            parameter = modules.find(info.name)
+            path, _, name = (parameter or "").rpartition(".")
+            if parameter is None:
+                self.dropped[info.name] = "is not read by this model class"
+            elif path in by_path:
+                self._load(by_path[path], name, info, dtype)
+        for name, file in self.view.files.items():
+            for tensor in file.tensors if name not in files else ():
+                self.dropped.setdefault(tensor, f"lies in `{name}`, which is not read")
+
+    def _modules(self) -> Modules:
+        modules = self.layers[0].modules if self.layers else None
+        if modules is None:
+            raise NotModelledError("no layer of the checkpoint keeps a KV cache")
+        for file in self.view.files.values():
+            for name in file.tensors:
+                if not is_scale(name):
+                    modules.add_tensor(name)
+        modules.add_encoder_attention()
+        for layer in self.layers:
+            modules.add_module(layer.path)
+            modules.parameters |= {f"{layer.path}.{name}" for name in layer.parameters}
+        return modules
+
+    def _load(self, layer: AttentionLayer, name: str, info: TensorInfo, dtype: str | None) -> None:
+        if name.startswith("_"):
+            if info.numel != 1:
+                shape = list(info.shape)
+                raise LoadError(
+                    f"AssertionError: Attempted to load weight (torch.Size({shape})) into "
+                    "parameter (torch.Size([]))"
+                )
+            self.dropped[info.name] = "is overwritten after loading"
+            return
+        if name.endswith("zero_point") and layer.heads is not None:
+            return
+        side = name.partition("_")[0]
+        try:
+            if layer.method == "base":
+                reading = load_base(info, dtype)
+            else:
+                reading = load_ct(info, layer.heads, side)
+        except KvqError as error:  # of the file, or a dtype that is none of a scale
+            reading = SideReading(None, info.name, str(error))
+        if not name.endswith("_scale"):
+            return
+        before = self.loaded.get((layer.path, side))
+        if before is not None:
+            other = "one of another file" if before.tensor == info.name else f"`{before.tensor}`"
+            reading = with_reason(reading, f"read after {other}, which it replaces")
+        self.loaded[layer.path, side] = reading
+
+    def readings(self) -> tuple[LayerReading, ...]:
+        """Return all layers as they are after loading.
+
+        Raises:
+            LoadError: values that vLLM refuses then.
+        """
+        return tuple(self._reading(layer) for layer in self.layers)
+
+    def _reading(self, layer: AttentionLayer) -> LayerReading:
+        k, v = (self.loaded.get((layer.path, side)) for side in "kv")
+        if layer.method == "base":
+            k, v = process_base(k, v, layer.cache_dtype, self.options.platform)
+        else:
+            k, v = (self._kept(layer, side) for side in (k, v))
+        k, v = (
+            side if side.reason or side.tensor else replace(side, reason=self._missing(layer, name))
+            for name, side in (("k", k), ("v", v))
+        )
+        geometry = layer.geometry
+        return LayerReading(
+            geometry.layer_idx, geometry.attention, layer.name, layer.cache_dtype, k, v
+        )
+
+    def _kept(self, layer: AttentionLayer, side: SideReading | None) -> SideReading:
+        """Return a side as compressed-tensors leaves it: whatever the cache's dtype."""
+        if side is None:
+            return replace(default(""), value=(1.0,) * layer.num_scales)
+        if layer.cache_dtype.startswith(("fp8_per", "int", "turbo", "ultra")):
+            return with_reason(side, f"kept, but `{layer.cache_dtype}` does not use it")
+        if not layer.cache_dtype.startswith(("fp8", "nvfp4")):
+            return with_reason(side, "kept, although the cache is not quantized")
+        return side
+
+    def _missing(self, layer: AttentionLayer, side: str) -> str:
+        """Return why a side has no scale: what there is of it in the checkpoint, and its fate."""
+        names = [
+            name
+            for name in self.dropped
+            if name.startswith(f"{layer.geometry.attention}.")
+            and any(f"{word}_" in name.rpartition(".")[2] for word in (side, "kv"))
+            and "zero_point" not in name
+        ]
+        if not names:
+            return _NO_TENSOR
+        if self.quantization.kv_method is None and self.quantization.method is not None:
+            return (
+                f"default 1.0: `{self.quantization.method}` reads no scales of attention, not "
+                f"`{names[0]}` either"
+            )
+        return f"default 1.0: `{names[0]}` {self.dropped[names[0]]}"

@@ -1,0 +1,110 @@
+"""`--engine`: what an engine would do, as answers of the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvq.errors import KvqError
+from kvq.pipeline.verify import EngineQuestion, verify
+from tests.engines.variants import VARIANTS, write
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "vllm.json").read_text())["variants"]
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """Every variant of a checkpoint that real vLLM was asked about, by name."""
+    root = tmp_path_factory.mktemp("variants")
+    for name in VARIANTS:
+        write(name, root / name)
+    return root
+
+
+def test_a_good_checkpoint_holds_and_says_what_the_engine_uses(kvq, exported):
+    result = kvq("verify", exported(), "--engine", "vllm")
+    assert result.code == 0, result.out
+    assert "vllm 0.32.0, --kv-cache-dtype auto: cache fp8, 4 of 4 scales from the checkpoint" in (
+        result.out
+    )
+
+
+def test_the_table_names_tensor_and_reason(kvq, exported, variants):
+    shown = kvq("inspect", exported(), "--engine", "vllm")
+    assert shown.code == 0
+    assert shown.out.count("model.layers.") == 4
+    result = kvq("inspect", variants / "ct-only-k", "--engine", "vllm", "--json").json
+    first = result["engines"][0]["layers"][0]
+    assert first["v"]["value"] == [1.0]
+    assert first["v"]["tensor"] is None
+    assert first["v"]["reason"].startswith("default 1.0")
+
+
+@pytest.mark.parametrize(
+    ("variant", "code"),
+    [
+        ("ct-only-k", "engine.default"),
+        ("ct-files-unindexed-shard", "engine.default"),
+        ("ct-scheme-strategy-channel", "engine.load"),
+        ("modelopt-legacy-algo-null", "engine.load"),
+        ("none-name-attention", "engine.load"),
+    ],
+)
+def test_what_the_engine_would_not_use_fails(kvq, variants, variant, code):
+    result = kvq("verify", variants / variant, "--engine", "vllm", "--json")
+    assert result.code == 1
+    assert code in {finding["code"] for finding in result.json["findings"]}
+
+
+def test_modelopt_checkpoints_are_judged_by_what_the_engine_reads(kvq, variants):
+    name = "modelopt-legacy-fp8"
+    result = kvq("verify", variants / name, "--engine", "vllm", "--json")
+    assert result.code == 0, result.json["findings"]
+    assert {finding["code"] for finding in result.json["findings"]} <= {"engine.value"}  # rounding
+
+
+def test_an_unknown_engine_is_refused_by_name(kvq, checkpoints):
+    result = kvq("verify", checkpoints("llama"), "--engine", "vlm", "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "engine.unknown")
+    assert "vllm" in result.json["error"]["hint"]
+
+
+def used_as_written(golden):
+    """Whether real vLLM loaded it with a quantized cache and no layer at the default."""
+    if golden["error"] is not None:
+        return False
+    layers = golden["layers"].values()
+    return all(
+        layer["dtype"].startswith(("fp8", "nvfp4")) and layer["k"] != 1.0 and layer["v"] != 1.0
+        for layer in layers
+    )
+
+
+def test_nothing_holds_that_real_vllm_does_not_use(variants):
+    from kvq.engines.base import EngineOptions
+
+    passed = 0
+    for name, variant in VARIANTS.items():
+        options = EngineOptions(
+            kv_cache_dtype=variant.kv_cache_dtype, skip_layers=tuple(variant.skip_layers)
+        )
+        try:
+            report = verify(variants / name, ask=EngineQuestion(["vllm"], options))
+        except KvqError:
+            continue
+        if report.ok():
+            passed += 1
+            assert used_as_written(GOLDEN[name]), name
+    assert passed > 100
+
+
+def test_live_without_the_engine_is_one_clear_error(kvq, exported, tmp_path):
+    result = kvq("verify", exported(), "--live", "vllm", "--python", tmp_path / "none", "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "live.python")
+    result = kvq("verify", exported(), "--live", "vlm", "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "engine.unknown")
+    import sys
+
+    result = kvq("verify", exported(), "--live", "vllm", "--python", sys.executable, "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "live.missing")
+    assert "No module named 'vllm'" in result.json["error"]["message"]
