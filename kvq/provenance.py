@@ -28,6 +28,12 @@ class Provenance:
     margin: float = 1.0
     skip_layers: tuple[int, ...] = ()
 
+    @property
+    def constant(self) -> bool:
+        """Whether every scale is a constant by request."""
+        found = {status for sides in self.status.values() for status in sides.values()}
+        return found == {"constant"}
+
     def observed(self, attention: str, side: str) -> list[float] | None:
         """Return the amax per head that a scale of `side` (`k`, `v`, `q`) covers.
 
@@ -60,14 +66,16 @@ def _parse(record: dict[str, Any], where: str) -> Provenance:
         found = Provenance(**known)
         strings = (found.format, found.granularity, found.weight_fingerprint)
         named = found.attention_class is None or isinstance(found.attention_class, str)
-        lists = [value for values in found.amax.values() for value in values]
+        words = [word for sides in found.status.values() for word in sides.values()]
         sound = (
             named
             and all(isinstance(value, str) for value in strings)
-            and all(type(value) in (int, float) for value in lists)
+            and all(isinstance(values, list) for values in found.amax.values())
+            and all(_is_number(value) for values in found.amax.values() for value in values)
             and all(type(value) is int for value in found.tokens.values())
-            and all(isinstance(sides, dict) for sides in found.status.values())
-            and type(found.margin) in (int, float)
+            and all(isinstance(word, str) for word in words)
+            and _is_number(found.margin)
+            and isinstance(found.skip_layers, list | tuple)
             and all(type(layer) is int for layer in found.skip_layers)
         )
     except (KeyError, TypeError, AttributeError) as error:
@@ -77,3 +85,8 @@ def _parse(record: dict[str, Any], where: str) -> Provenance:
     if not sound:
         raise CheckpointError(f"{where} is damaged", code="provenance.damaged")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that float32 holds."""
+    return type(value) in (int, float) and abs(value) < 2.0**127

@@ -115,7 +115,8 @@ def test_family(kvq, family, tmp_path):
             np.testing.assert_array_equal(layer.amax[quantizer], amax[:: amax.size // layer.amax[
                 quantizer].size])  # fmt: skip
 
-    unread = ["--allow-unread"] if geometry.is_mla or name == "jamba" else []
+    unbuilt = name in ("jamba", "mpt", "t5", "bart")  # what vLLM 0.32 cannot load, scales or not
+    unread = ["--allow-unread"] if geometry.is_mla or unbuilt else []
     argv = ["--scales", tmp_path / "calibration", "-o", tmp_path / "checkpoint", *unread]
     assert kvq("export", folder, *argv).code == 0
     result = kvq("verify", tmp_path / "checkpoint", "--against", tmp_path / "calibration")

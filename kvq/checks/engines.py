@@ -11,12 +11,15 @@ from kvq.engines.base import EngineReading, LayerReading, SideReading
 from kvq.errors import CheckpointError
 
 
-def engine_findings(reading: EngineReading, view: CheckpointView) -> Iterator[Finding]:
+def engine_findings(
+    reading: EngineReading, view: CheckpointView, *, constant: bool = False
+) -> Iterator[Finding]:
     """Yield what the engine would do otherwise than the checkpoint's scales say.
 
     Args:
         reading: which number the engine uses for each layer, and where it comes from.
         view: the checkpoint that was read.
+        constant: scales of 1.0 were asked for, and that is recorded.
     """
     engine = f"{reading.engine} {reading.version}"
     if reading.error is not None:
@@ -27,7 +30,7 @@ def engine_findings(reading: EngineReading, view: CheckpointView) -> Iterator[Fi
         return
     values = [x for layer in reading.layers for used in (layer.k, layer.v) if used.tensor
               for x in used.value or ()]  # fmt: skip
-    if len(values) > 2 and set(values) == {1.0}:
+    if not constant and len(values) > 2 and set(values) == {1.0}:
         yield Finding(
             "engine.all_one", "error",
             f"all {len(values)} scales that {engine} reads are 1.0: this looks uncalibrated",

@@ -18,7 +18,7 @@ from kvq.engines.vllm_config import (
     read_quantization,
 )
 from kvq.engines.vllm_linear import QuantizedLinears
-from kvq.engines.vllm_names import Modules, files_read, is_linear_scale, is_scale, stream
+from kvq.engines.vllm_names import Modules, files_read, is_expert, is_scale, stream
 from kvq.engines.vllm_values import (
     default,
     load_base,
@@ -94,12 +94,12 @@ class _Loading:
         modules = self._modules()
         linears = QuantizedLinears(self.view, self.quantization)
         by_path = {layer.path: layer for layer in self.layers}
+        drafts = tuple(f"{path}." for path in self.geometry.drafts)
         dtype = model_dtype(self.view)
         for info in stream(self.view, files):
-            linear = is_linear_scale(info.name) and info.name.rpartition(".")[0] not in linears
-            if not is_scale(info.name) and not linear:
+            if not is_scale(info.name) and not linears.leave_over(info.name):
                 continue
-            if info.name.startswith(tuple(f"{path}." for path in self.geometry.drafts)):
+            if info.name.startswith(drafts):
                 continue
             parameter = modules.find(info.name)
             path, _, name = (parameter or "").rpartition(".")
@@ -117,7 +117,7 @@ class _Loading:
             raise NotModelledError("no layer of the checkpoint keeps a KV cache")
         for file in self.view.files.values():
             for name in file.tensors:
-                if not is_scale(name):
+                if not is_scale(name) and not is_expert(name):
                     modules.add_tensor(name)
         modules.add_encoder_attention()
         for layer in self.layers:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvq.checkpoint import CheckpointView
 from kvq.engines.vllm_config import AWQ, CT, MIXED, MODELOPT, NotModelledError, Quantization
+from kvq.engines.vllm_names import is_expert, is_linear_scale
 
 _FLOATS = ("F16", "BF16", "F32")
 
@@ -32,6 +33,10 @@ class QuantizedLinears:
             excluded = _unquantized_by_dtype(view)
         self._exact = frozenset(excluded if method in (CT, "fp8") else ())
         self._pattern = _pattern(method, excluded)
+
+    def leave_over(self, name: str) -> bool:
+        """Whether a tensor is of a quantized linear layer, but vLLM's layer is not quantized."""
+        return is_linear_scale(name) and not is_expert(name) and name.rpartition(".")[0] not in self
 
     def __contains__(self, path: str) -> bool:
         if self._none or path in self._exact:

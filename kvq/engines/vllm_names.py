@@ -76,6 +76,11 @@ def is_linear_scale(name: str) -> bool:
     return bool(_LINEAR.search(name))
 
 
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of one expert of many: their loader is another, and meets no scale."""
+    return ".experts." in name
+
+
 def files_read(view: CheckpointView) -> tuple[str, ...]:
     """Return the names of the files that vLLM reads, in its order.
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,14 @@ from kvq.state import Calibration, read_calibration
 _REPLACED = (MARKER, "hf_quant_config.json", INDEX_NAME, CONFIG_NAME)
 
 
+SERVE = {
+    "vllm": "vllm serve",
+    "sglang": "python -m sglang.launch_server --model-path",
+    "tensorrt-llm": "trtllm-serve",
+    "transformers": "transformers serve",
+}
+
+
 @dataclass(frozen=True)
 class Shard:
     """One source shard: its new name, and the old scales it must lose (empty: linked whole)."""
@@ -56,10 +64,10 @@ class ExportPlan:
     scales: ScaleSet
     skip_layers: tuple[int, ...] = ()
 
-    def serve_command(self, out: Path) -> str:
+    def serve_command(self, out: Path, engine: str = "vllm") -> str:
         """Return the command that serves the result, with what a checkpoint cannot carry."""
-        flags = [skip_flag(self.skip_layers)] if self.skip_layers else []
-        return " ".join(["vllm serve", shlex.quote(str(out)), *flags])
+        flags = [skip_flag(self.skip_layers)] if self.skip_layers and engine == "vllm" else []
+        return " ".join([SERVE.get(engine, engine), shlex.quote(str(out)), *flags])
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that `--dry-run --json` prints."""
@@ -76,10 +84,11 @@ class ExportPlan:
 def plan_export(
     model: Path, calibration_path: Path, *, kv_cfg: str | None = None,
     granularity: str | None = None, dialect: str = "auto", allow_unread: bool = False,
+    engines: Sequence[str] = ("vllm",),
 ) -> ExportPlan:  # fmt: skip
     """Plan an export without writing anything.
 
-    With `allow_unread`, scales that vLLM would not read are planned nevertheless.
+    With `allow_unread`, scales that one of `engines` would not read are planned nevertheless.
 
     Raises:
         KvqError: whatever would make the result wrong or unreadable, with the way that works.
@@ -87,7 +96,7 @@ def plan_export(
     calibration = read_calibration(calibration_path)
     view = open_checkpoint(model)
     geometry = check_same_model(calibration, view)
-    unread = _unread(geometry, view.config)
+    unread = _unread(geometry, view.config) if "vllm" in engines else None
     if unread and not allow_unread:
         raise DialectError(
             unread,

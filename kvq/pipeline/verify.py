@@ -82,7 +82,8 @@ def verify(
     findings += [finding for rule in rules for finding in rule(context)]
     readings: tuple[EngineReading, ...] = ()
     if ask is not None:
-        readings, found = _ask(ask, view, geometry)
+        constant = context.provenance is not None and context.provenance.constant
+        readings, found = _ask(ask, view, geometry, constant=constant)
         findings += found
     findings.sort(key=lambda f: (-1 if f.layer_idx is None else f.layer_idx, f.tensor or ""))
     checks = (len(rules) + len(readings)) * bool(geometry.layers)
@@ -128,11 +129,15 @@ def _rules(view: CheckpointView) -> Sequence[Rule]:
 
 
 def _ask(
-    ask: EngineQuestion, view: CheckpointView, geometry: Geometry
+    ask: EngineQuestion, view: CheckpointView, geometry: Geometry, *, constant: bool
 ) -> tuple[tuple[EngineReading, ...], list[Finding]]:
     engines = {name: get_engine(name) for name in ask.names}
     readings = {name: engine.read(view, geometry, ask.options) for name, engine in engines.items()}
-    findings = [f for reading in readings.values() for f in engine_findings(reading, view)]
+    findings = [
+        finding
+        for reading in readings.values()
+        for finding in engine_findings(reading, view, constant=constant)
+    ]
     if ask.live is not None:
         dtype = ask.options.kv_cache_dtype
         answer = probe(ask.live, view.root, python=ask.python, kv_cache_dtype=dtype)

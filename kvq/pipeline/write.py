@@ -2,14 +2,18 @@
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, open_checkpoint
+from kvq.checks.engines import engine_findings
+from kvq.engines import get_engine
+from kvq.engines.base import EngineOptions
 from kvq.errors import DialectError, InputError
 from kvq.files import check_target, new_folder, write_json
+from kvq.geometry import read_geometry
 from kvq.pipeline.export import ExportPlan
 from kvq.pipeline.verify import verify
 from kvq.tensorfile import copy_without, write_float32
@@ -28,12 +32,23 @@ def check_output(target: Path, *, overwrite: bool, link: str, inputs: Iterable[P
 
 
 def write_export(
-    plan: ExportPlan, model: Path, target: Path, *, overwrite: bool, link: str
-) -> tuple[str, ...]:
-    """Apply a plan; returns notices about how shards were linked.
+    plan: ExportPlan, model: Path, target: Path, *, overwrite: bool, link: str,
+    engines: Sequence[str] = ("vllm",), allow_unread: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
+    """Apply a plan; returns notices about how shards were linked, and what engines would not read.
+
+    Args:
+        plan: what to write.
+        model: the source.
+        target: the folder to write.
+        overwrite: replace an existing one.
+        link: how shards come along.
+        engines: who must use the scales as written, as predicted from the result's files.
+        allow_unread: write even what one of them would not.
 
     Raises:
-        DialectError: what was written does not read back as planned, or does not verify.
+        DialectError: what was written does not read back as planned, does not verify, or would not
+            be used as written.
     """
     view = open_checkpoint(model)
     used: set[str] = set()
@@ -50,10 +65,11 @@ def write_export(
         for name in plan.side_files:
             shutil.copyfile(model / name, folder / name)
         _reread(folder, plan)
+        unread = _unread(folder, plan, engines, allow_unread=allow_unread)
     aliased = (
         "weight shards are hard links: source and result share their bytes (--link copy to part)"
     )
-    return (aliased,) if "hard" in used else ()
+    return unread + ((aliased,) if "hard" in used else ())
 
 
 def _place(source: Path, target: Path, link: str) -> str:
@@ -92,6 +108,32 @@ def _reflink(source: Path, target: Path) -> bool:
     if not cloned:
         target.unlink()
     return cloned
+
+
+def _unread(
+    folder: Path, plan: ExportPlan, engines: Sequence[str], *, allow_unread: bool
+) -> tuple[str, ...]:
+    """Return what engines would do otherwise than written; refuse it unless allowed."""
+    view = open_checkpoint(folder)
+    geometry = read_geometry(view.config, view.tensors)
+    statuses = {s for layer in plan.scales.layers for s in layer.provenance.values()}
+    notices = []
+    for name in engines:
+        reading = get_engine(name).read(view, geometry, EngineOptions())
+        found = engine_findings(reading, view, constant=statuses == {"constant"})
+        wrong = [finding for finding in found if finding.severity == "error"]
+        if not wrong:
+            continue
+        layer = "" if wrong[0].layer_idx is None else f"layer {wrong[0].layer_idx}: "
+        message = f"{layer}{wrong[0].message} ({len(wrong)} findings in all)"
+        if not allow_unread:
+            raise DialectError(
+                message,
+                code="export.unread",
+                hint="--allow-unread writes the scales nevertheless; --for names another engine",
+            )
+        notices.append(message)
+    return tuple(notices)
 
 
 def _reread(folder: Path, plan: ExportPlan) -> None:

@@ -108,3 +108,11 @@ def test_live_without_the_engine_is_one_clear_error(kvq, exported, tmp_path):
     result = kvq("verify", exported(), "--live", "vllm", "--python", sys.executable, "--json")
     assert (result.code, result.json["error"]["code"]) == (2, "live.missing")
     assert "No module named 'vllm'" in result.json["error"]["message"]
+
+
+def test_export_refuses_what_a_named_engine_would_not_use(kvq, calibrated, tmp_path):
+    model, calibration = calibrated("qwen2")
+    argv = ["export", model, "--scales", calibration, "-o", tmp_path / "out"]
+    assert "serve it with: vllm serve" in kvq(*argv).out
+    result = kvq(*argv, "--for", "sgl", "--overwrite", "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "engine.unknown")
