@@ -1,5 +1,6 @@
 """A lazy view of a checkpoint folder: config, headers and index; nothing in it is executed."""
 
+import gc
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.files import read_json
+from kvq.files import read_json, shorten
 from kvq.geometry import is_key_or_value_weight
 from kvq.tensorfile import TensorFile, TensorInfo, read_bytes, read_header, read_tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+MAX_NAME = 1000  # characters
 
 _CONVERT = {
     ".bin": "kvq reads safetensors only; convert with transformers: "
@@ -49,7 +51,7 @@ class CheckpointView:
             found.update(self.files[file].tensors)
         return found
 
-    @property
+    @cached_property
     def loaded_files(self) -> tuple[str, ...]:
         """File names that loaders read: those of the index, or all when there is none."""
         if self.weight_map is None:
@@ -60,7 +62,8 @@ class CheckpointView:
     @property
     def unindexed_files(self) -> tuple[str, ...]:
         """Safetensors files that the index does not name, so that no loader reads them."""
-        return tuple(name for name in self.files if name not in self.loaded_files)
+        loaded = set(self.loaded_files)
+        return tuple(name for name in self.files if name not in loaded)
 
     @property
     def quantization_config_place(self) -> str | None:
@@ -111,9 +114,11 @@ class CheckpointView:
         return read_tensor(self.tensors[name])
 
 
-def natural_key(name: str) -> list[int | str]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """Sort key under which shard 10 comes after shard 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    parts = enumerate(re.split(r"([0-9]+)", name))
+    numbers = ((i % 2, part.lstrip("0") if i % 2 else part) for i, part in parts)
+    return [(len(part) if is_number else 0, part) for is_number, part in numbers]
 
 
 def open_checkpoint(path: Path) -> CheckpointView:
@@ -122,17 +127,19 @@ def open_checkpoint(path: Path) -> CheckpointView:
     Raises:
         CheckpointError: not a checkpoint, or one of its files cannot be trusted.
     """
-    if path.is_file() and path.suffix == ".safetensors":
-        return _view(path.parent, {}, [path], None)
-    if path.is_file():
-        raise _not_a_checkpoint(path, [path.name])
-    if not path.is_dir():
-        raise CheckpointError(f"`{path}` does not exist", code="checkpoint.missing")
-    names = [file.name for file in path.iterdir() if file.is_file()]
-    shards = sorted(
-        (name for name in names if name.endswith(".safetensors") and not _is_adapter(name)),
-        key=natural_key,
-    )
+    try:
+        if path.is_file() and path.suffix == ".safetensors":
+            return _view(path.parent, {}, [path], None)
+        if path.is_file():
+            raise _not_a_checkpoint(path, [path.name])
+        if not path.is_dir():
+            raise CheckpointError(f"`{path}` does not exist", code="checkpoint.missing")
+        names = [file.name for file in path.iterdir() if _is_usable(file)]
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read `{path}`: {error.strerror}", code="file.unreadable"
+        ) from error
+    shards = sorted((name for name in names if _is_shard(name)), key=natural_key)
     if not shards:
         raise _not_a_checkpoint(path, names)
     if CONFIG_NAME not in names:
@@ -140,6 +147,23 @@ def open_checkpoint(path: Path) -> CheckpointView:
     weight_map = _weight_map(path) if INDEX_NAME in names else None
     config = read_json(path / CONFIG_NAME)
     return _view(path, config, [path / name for name in shards], weight_map)
+
+
+def _is_usable(file: Path) -> bool:
+    """Whether an entry of the folder is a file; what only has a file's name is an error."""
+    if file.is_file():
+        return True
+    if _is_shard(file.name) or file.name in (CONFIG_NAME, INDEX_NAME):
+        raise CheckpointError(
+            f"`{file}` is not a regular file, nor a link to one",
+            code="file.not_regular",
+            hint="fetch the checkpoint again" if file.is_symlink() else None,
+        )
+    return False
+
+
+def _is_shard(name: str) -> bool:
+    return name.endswith(".safetensors") and not _is_adapter(name)
 
 
 def _is_adapter(name: str) -> bool:
@@ -166,22 +190,43 @@ def _weight_map(root: Path) -> dict[str, str]:
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(
-                f"`{INDEX_NAME}` names `{file}`, which lies outside the folder",
+                f"`{INDEX_NAME}` names {shorten(file)}, which lies outside the folder",
                 code="index.path",
             )
+    _check_names([*weight_map, *set(weight_map.values())], INDEX_NAME)
     return weight_map
 
 
 def _view(
     root: Path, config: dict[str, Any], shards: list[Path], weight_map: dict[str, str] | None
 ) -> CheckpointView:
-    files = {shard.name: read_header(shard) for shard in shards}
+    _check_names([shard.name for shard in shards], root.name)
+    collecting = gc.isenabled()
+    gc.disable()  # all that is read stays, and the search for cycles in it takes a fifth of the time
+    try:
+        files = {shard.name: read_header(shard) for shard in shards}
+    finally:
+        if collecting:
+            gc.enable()
+    for name, file in files.items():
+        _check_names(file.tensors, name)
     holders: dict[str, list[str]] = {}
     for name, file in files.items():
         for tensor in file.tensors:
             holders.setdefault(tensor, []).append(name)
     duplicates = {name: tuple(held) for name, held in holders.items() if len(held) > 1}
     return CheckpointView(root, config, files, weight_map, duplicates)
+
+
+def _check_names(names: Iterable[str], where: str) -> None:
+    """Refuse names that no model has, and that would disturb a terminal or a report."""
+    for name in names:
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise CheckpointError(
+                f"{shorten(name)} in {shorten(where)} is not a name: it has control characters, "
+                f"or more than {MAX_NAME} characters",
+                code="checkpoint.name",
+            )
 
 
 _SAMPLE_BYTES, _SAMPLES = 256, 16

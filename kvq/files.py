@@ -2,9 +2,13 @@
 
 import ctypes
 import json
+import math
 import os
 import re
+import reprlib
 import shutil
+import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,25 +17,40 @@ from typing import Any
 from kvq.errors import CheckpointError, InputError
 
 MARKER = ".kvq"  # an empty file in every folder that kvq wrote: --overwrite may replace it
-MAX_JSON_BYTES = 256 << 20  # an index of 100 000 tensors is about 10 MB
+MAX_JSON_BYTES = 64 << 20  # an index of 100 000 tensors is about 10 MB
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+MAX_DEPTH = 100  # of lists and objects in a file that is read whole
 
 
 def parse_json(data: bytes, *, where: str) -> dict[str, Any]:
-    """Parse one JSON object; duplicate keys, NaN literals and other roots are errors."""
+    """Parse one JSON object in UTF-8.
+
+    Duplicate keys, numbers that are not finite, surrogates and other roots are errors.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{where} has the key `{twice}` twice", code="json.duplicate_key")
+            counts = Counter(name for name, _ in pairs)
+            twice = shorten(counts.most_common(1)[0][0])
+            raise CheckpointError(f"{where} has the key {twice} twice", code="json.duplicate_key")
         return found
 
     def no_constant(literal: str) -> float:
         raise CheckpointError(f"{where} holds the number `{literal}`", code="json.nonfinite")
 
+    def finite(literal: str) -> float:
+        number = float(literal)
+        return number if math.isfinite(number) else no_constant(literal[:40])
+
     try:
-        parsed = json.loads(data, object_pairs_hook=unique, parse_constant=no_constant)
+        text = data.decode("utf-8")
+        parsed = json.loads(
+            text, object_pairs_hook=unique, parse_constant=no_constant, parse_float=finite
+        )
+        if "\\u" in text:  # half of a pair of surrogates is no character
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not valid JSON: {error}", code="json.invalid") from error
     if not isinstance(parsed, dict):
@@ -41,19 +60,46 @@ def parse_json(data: bytes, *, where: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object from a file of at most 256 MiB."""
+    """Read one JSON object from a file of at most 64 MiB."""
     try:
-        size = path.stat().st_size
+        size = regular_size(path)
         if size > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"`{path.name}` has {size} bytes, expected at most {MAX_JSON_BYTES}",
                 code="json.too_large",
             )
-        return parse_json(path.read_bytes(), where=f"`{path.name}`")
+        found = parse_json(path.read_bytes(), where=f"`{path.name}`")
     except OSError as error:
         raise CheckpointError(
             f"cannot read `{path}`: {error.strerror}", code="file.unreadable"
         ) from error
+    level: list[Any] = [found]
+    for _ in range(MAX_DEPTH):
+        values = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [x for inner in values for x in inner if isinstance(x, dict | list)]
+    if level:
+        raise CheckpointError(
+            f"`{path.name}` is nested more than {MAX_DEPTH} levels deep", code="json.invalid"
+        )
+    return found
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a file, before it is opened: opening a FIFO would wait for a writer.
+
+    Raises:
+        CheckpointError: it is no regular file, nor a link to one.
+        OSError: it cannot be reached.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"`{path}` is not a regular file", code="file.not_regular")
+    return found.st_size
+
+
+def shorten(value: Any) -> str:
+    """Return the repr of a value of any size for an error message, without its middle."""
+    return _SHORT.repr(value)
 
 
 def dump_json(value: Any) -> str:

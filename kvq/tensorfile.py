@@ -9,16 +9,19 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.files import parse_json
+from kvq.files import parse_json, regular_size, shorten
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_SMALL_TENSOR_BYTES = 64 << 20
+MAX_DIMENSIONS = 32  # of numpy 1
+_MAX_COUNT = 1 << 58  # elements, so that bits are counted in 64 bits
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
@@ -37,8 +40,7 @@ _ML_DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor lies: dtype as safetensors spells it, absolute byte range in `path`."""
 
     name: str
@@ -70,8 +72,8 @@ def read_header(path: Path) -> TensorFile:
         CheckpointError: the file is unreadable, truncated, or its header contradicts itself.
     """
     try:
+        size = regular_size(path)
         with path.open("rb") as file:
-            size = path.stat().st_size
             header = parse_json(_header_bytes(file, size, path), where=f"header of `{path.name}`")
             return _parse(header, path, data_start=file.tell(), size=size)
     except OSError as error:
@@ -101,7 +103,7 @@ def _parse(header: dict[str, Any], path: Path, *, data_start: int, size: int) ->
         )
     tensors = {name: _info(name, entry, path, data_start) for name, entry in header.items()}
     position = data_start
-    for info in sorted(tensors.values(), key=lambda info: (info.start, info.end)):
+    for info in sorted(tensors.values(), key=_RANGE):
         if info.start != position:
             raise CheckpointError(
                 f"`{info.name}` in `{path.name}` starts at byte {info.start - data_start}, "
@@ -118,16 +120,24 @@ def _parse(header: dict[str, Any], path: Path, *, data_start: int, size: int) ->
     return TensorFile(path, tensors, metadata)
 
 
+_RANGE = itemgetter(TensorInfo._fields.index("start"), TensorInfo._fields.index("end"))
+
+
 def _info(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        integers = [*shape, start, end]
-        if not all(type(value) is int and value >= 0 for value in integers):
-            raise TypeError(f"expected counts, found {integers}")
-        bits = BITS[dtype] * math.prod(shape)
+        if len(shape) > MAX_DIMENSIONS:
+            raise TypeError(f"expected at most {MAX_DIMENSIONS} dimensions, found {len(shape)}")
+        for value in (*shape, start, end):
+            if type(value) is not int or not 0 <= value < 1 << 63:
+                raise TypeError(f"expected a count, found {shorten(value)}")
+        count = math.prod(shape)
+        if count > _MAX_COUNT or (not count and math.prod(filter(None, shape)) > _MAX_COUNT):
+            raise TypeError(f"shape {shorten(shape)} is too large")
+        bits = BITS[dtype] * count
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"entry `{name}` of `{path.name}` is not a safetensors entry: {error!r}",
+            f"entry {shorten(name)} of `{path.name}` is not a safetensors entry: {shorten(error)}",
             code="tensorfile.entry",
         ) from error
     if bits % 8 or bits // 8 != end - start:
@@ -143,9 +153,17 @@ def read_bytes(info: TensorInfo, offset: int = 0, length: int | None = None) -> 
     """Read raw bytes of one tensor, `offset` and `length` counted inside it."""
     size = info.end - info.start
     length = size - offset if length is None else min(length, size - offset)
-    with info.path.open("rb") as file:
-        file.seek(info.start + offset)
-        return file.read(length)
+    try:
+        with info.path.open("rb") as file:
+            file.seek(info.start + offset)
+            data = file.read(length)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read `{info.path}`: {error.strerror}", code="file.unreadable"
+        ) from error
+    if len(data) != max(0, length):
+        raise CheckpointError(f"`{info.path.name}` ended early", code="tensorfile.truncated")
+    return data
 
 
 def read_tensor(info: TensorInfo) -> np.ndarray:

@@ -19,8 +19,12 @@ from pathlib import Path
 def setup(args: argparse.Namespace):
     import numpy as np
 
+    from kvq.calibration.amax import Observer
+    from kvq.calibration.batches import Sequence
     from kvq.calibration.model import load_model
+    from kvq.calibration.modules import attention_modules
     from kvq.checkpoint import open_checkpoint
+    from kvq.geometry import read_geometry
 
     view = open_checkpoint(args.model)
     loaded = load_model(
@@ -28,33 +32,34 @@ def setup(args: argparse.Namespace):
     )
     vocab = view.config["vocab_size"]
     generator = np.random.default_rng(0)
-    sequences = [generator.integers(0, vocab, args.seq_len) for _ in range(args.sequences)]
+    sequences = [
+        Sequence(generator.integers(0, vocab, args.seq_len)) for _ in range(args.sequences)
+    ]
+    layers = read_geometry(view.config, view.tensors).layers
+    modules = attention_modules(loaded.body, [layer.attention for layer in layers])
+    observer = Observer(layers, queries=False)
     plan = [range(i, min(i + args.batch_size, args.sequences))
             for i in range(0, args.sequences, args.batch_size)]  # fmt: skip
-    return loaded, sequences, plan
+    return loaded, modules, observer, sequences, plan
 
 
 def timed(args: argparse.Namespace) -> None:
     import torch
 
-    from kvq.calibration.observe import Observer
     from kvq.calibration.run import fixed_threads, run_batches
 
-    loaded, sequences, plan = setup(args)
-    layers = range(loaded.model.config.num_hidden_layers)
+    loaded, modules, observer, sequences, plan = setup(args)
+    ids = [torch.from_numpy(sequence.token_ids.copy())[None] for sequence in sequences]
     with fixed_threads(), torch.inference_mode():
-        warm = torch.from_numpy(sequences[0])[None]
-        loaded.decoder(input_ids=warm, use_cache=False)
+        loaded.body(input_ids=ids[0], use_cache=False)  # warm
         start = time.perf_counter()
         if args.side == "kvq":
-            observer = Observer(list(layers), queries=False)
-            run_batches(loaded, observer, sequences, plan)
+            run_batches(loaded, modules, observer, sequences, plan)
             observer.results()
         else:
             for batch in plan:
                 for i in batch:  # as kvq runs them on the CPU
-                    ids = torch.from_numpy(sequences[i])[None]
-                    loaded.decoder(input_ids=ids, use_cache=False)
+                    loaded.body(input_ids=ids[i], use_cache=False)
         print(time.perf_counter() - start)
 
 
@@ -63,27 +68,24 @@ def check(args: argparse.Namespace) -> None:
     import numpy as np
     import torch
 
-    from kvq.calibration.observe import Observer
     from kvq.calibration.run import fixed_threads, run_batches
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.recorder import record
 
-    loaded, sequences, _ = setup(args)
-    layers = list(range(loaded.model.config.num_hidden_layers))
-    observer = Observer(layers, queries=False)
+    loaded, modules, observer, sequences, _ = setup(args)
     with fixed_threads():
-        run_batches(loaded, observer, sequences[:2], [[0], [1]])
-        rows = [sequence.tolist() for sequence in sequences[:2]]
+        run_batches(loaded, modules, observer, sequences[:2], [[0], [1]])
+        rows = [sequence.token_ids.tolist() for sequence in sequences[:2]]
         dtype = getattr(torch, loaded.dtype)
         expected = record(args.model, rows, dtype, loaded.attention)
     results = observer.results()
-    for layer in layers:
+    for path, layer in observer.layers.items():
         for side in "kv":
-            found = results[layer, f"{side}_bmm_quantizer"].numpy()
-            if not np.array_equal(found, expected[layer, side]):
-                sys.exit(f"layer {layer} {side}: kvq differs from the plain recorder; not timing")
-    print(f"correct: {2 * len(layers)} maxima equal a plain recorder's bit for bit", flush=True)
+            found = results[path, f"{side}_bmm_quantizer"].numpy()
+            if not np.array_equal(found, expected[layer.layer_idx, side]):
+                sys.exit(f"{path} {side}: kvq differs from the plain recorder; not timing")
+    print(f"correct: {len(results)} maxima equal a plain recorder's bit for bit", flush=True)
 
 
 def main() -> None:

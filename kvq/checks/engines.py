@@ -42,22 +42,24 @@ def engine_findings(
         if not _quantized(layer.cache_dtype):
             yield Finding(
                 "engine.unquantized", "error",
-                f"{engine} leaves the cache of this layer unquantized: scales have no effect",
+                f"{engine} uses no scales for this layer's cache (`{layer.cache_dtype}`)",
                 layer.layer_idx, layer.k.tensor or layer.v.tensor,
-                expected="a quantized cache", found=str(layer.cache_dtype),
+                expected="a cache with scales of the checkpoint", found=str(layer.cache_dtype),
             )  # fmt: skip
 
 
 def _quantized(cache_dtype: str | None) -> bool:
-    return cache_dtype is None or cache_dtype.startswith(("fp8", "nvfp4"))
+    plain = ("auto", "bfloat16", "float16", "float32")
+    return cache_dtype not in plain and not str(cache_dtype).endswith("per_token_head")
 
 
 def _side_findings(
     engine: str, layer: LayerReading, side: str, used: SideReading, view: CheckpointView
 ) -> Iterator[Finding]:
     if used.value is None:
+        garbage = used.reason.startswith("uninitialised")
         yield Finding(
-            "engine.unknown", "warning",
+            "engine.unknown", "error" if garbage else "warning",
             f"what {engine} uses for {side} is not known: {used.reason}", layer.layer_idx,
             expected="a known value", found="unknown",
         )  # fmt: skip
@@ -72,8 +74,8 @@ def _side_findings(
         return
     try:
         stored = view.read(used.tensor).astype(np.float64).ravel()
-    except CheckpointError:
-        return  # another rule says so
+    except (CheckpointError, KeyError):
+        return  # unreadable, or hidden by the index: another rule says so
     value = np.array(used.value, np.float64)
     same = value.size == stored.size and np.array_equal(value, stored, equal_nan=True)
     if not same and not used.tensor.endswith((f"{side}_scale", "kv_scale", "output_scale",

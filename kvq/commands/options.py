@@ -10,7 +10,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Engines = Annotated[
     list[str] | None,
-    typer.Option("--engine", help="Predict what this engine would use: vllm. Repeatable."),
+    typer.Option(
+        "--engine", help="Predict what vllm, sglang, transformers or tensorrt-llm would use."
+    ),
 ]
 KvCacheDtype = Annotated[
     str, typer.Option("--kv-cache-dtype", help="The engine's option of that name.")

@@ -6,7 +6,12 @@ from importlib import import_module
 from kvq.engines.base import Engine
 from kvq.errors import InputError
 
-ENGINES = {"vllm": "kvq.engines.vllm:VLLM"}
+ENGINES = {
+    "vllm": "kvq.engines.vllm:VLLM",
+    "sglang": "kvq.engines.sglang:SGLang",
+    "transformers": "kvq.engines.transformers:Transformers",
+    "tensorrt-llm": "kvq.engines.tensorrt_llm:TensorRTLLM",
+}
 
 
 def get_engine(name: str) -> Engine:

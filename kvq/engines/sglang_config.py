@@ -43,24 +43,37 @@ def read_quantization(view: CheckpointView) -> Quantization:
         LoadError: SGLang refuses the config.
         NotModelledError: what it does with this one is not known.
     """
-    config = view.config.get("quantization_config")
-    if config is None:
-        if view.quantization_config_place is not None:
-            raise NotModelledError(f"`{view.quantization_config_place}` under SGLang is not known")
+    place = view.quantization_config_place
+    if place is None:
         return _legacy(view)
+    config = view.config.get(place)
+    if config is None:
+        raise NotModelledError(f"`{place}` under SGLang is not modelled")
     if not isinstance(config, dict):
-        raise NotModelledError("`quantization_config` in config.json is not an object")
-    declared = config.get("quant_method")
-    if not isinstance(declared, str) or not declared:
-        raise NotModelledError("a quantization config without `quant_method` is not modelled")
-    method = declared.lower().replace("compressed_tensors", CT)
+        raise NotModelledError(f"`{place}` in config.json is not an object")
+    declared = config.get("quant_method", "")
+    if not isinstance(declared, str):
+        found = type(declared).__name__
+        raise LoadError(f"AttributeError: '{found}' object has no attribute 'lower'")
+    method = declared.lower()
+    if method == "compressed_tensors" or (
+        not method and not ({"quantization", "quant_algo"} & set(config))
+    ):
+        raise LoadError(f"ValueError: Unknown quantization method: {method}.")
     if method == CT:
         return _compressed_tensors(config)
-    if method == "modelopt":
+    if method in ("modelopt", ""):
         return _modelopt(config)
     if method == "fp8":
-        if config.get("activation_scheme") not in ("static", "dynamic"):
-            raise NotModelledError("an fp8 config without a known `activation_scheme`")
+        if "activation_scheme" not in config:
+            raise LoadError(
+                "ValueError: Cannot find any of ['activation_scheme'] in the model's quantization "
+                "config."
+            )
+        if config["activation_scheme"] not in ("static", "dynamic"):
+            raise LoadError(
+                f"ValueError: Unsupported activation scheme {config['activation_scheme']}"
+            )
         return Quantization(method, config.get("kv_cache_quant_algo"), True)
     if method in _NO_KV_METHOD:
         return Quantization(method, why=f"`{method}` reads no scales of attention")
@@ -85,9 +98,18 @@ def _legacy(view: CheckpointView) -> Quantization:
 
 def _modelopt(config: Mapping[str, Any]) -> Quantization:
     if "quantization" in config:
-        raise NotModelledError("a nested ModelOpt config in config.json is not modelled")
-    if config.get("quant_algo") is None:
+        inner = config["quantization"]
+        if not isinstance(inner, dict):
+            found = type(inner).__name__
+            raise LoadError(f"AttributeError: '{found}' object has no attribute 'get'")
+        if inner.get("quant_algo") not in ("FP8", "MIXED_PRECISION"):
+            raise NotModelledError("this nested ModelOpt config in config.json is not modelled")
+        taken = ("quant_algo", "quantized_layers")  # the cache is looked for outside only
+        config = {**config, **{key: inner.get(key) for key in taken}}
+    if "quant_algo" not in config:
         raise LoadError(_NO_ALGO)
+    if config["quant_algo"] is None:
+        raise LoadError("AttributeError: 'NoneType' object has no attribute 'upper'")
     return _of_algo(config, config.get("kv_cache_quant_algo"), nested=False)
 
 
@@ -111,12 +133,21 @@ def _of_algo(config: Mapping[str, Any], kv_algo: Any, *, nested: bool) -> Quanti
         layers = layers.values() if isinstance(layers, dict) else ()
         found = {str(x.get("quant_algo", "")).upper() for x in layers if isinstance(x, dict)}
         if not found & {"NVFP4", "W4A16_NVFP4"}:
-            raise NotModelledError("MIXED_PRECISION without NVFP4 layers, which becomes `w4afp8`")
+            why = "MIXED_PRECISION without NVFP4 layers becomes `w4afp8`, which reads no scales"
+            return Quantization("w4afp8", why=why)
+        if "quantization" in config:
+            raise NotModelledError("a nested MIXED_PRECISION config is not modelled")
         if not nested and isinstance(scheme, dict) and kv_algo is None:
             is_fp4 = scheme.get("type") == "float" and scheme.get("num_bits") == 4
             kv_algo = "NVFP4" if is_fp4 else "auto"
         return _with_kv_algo("modelopt_mixed", kv_algo)
-    raise NotModelledError(f"ModelOpt's `quant_algo` {algo!r} is not modelled")
+    if not isinstance(algo, str) or "FP4" in algo or algo == "MXFP8":
+        raise NotModelledError(f"ModelOpt's `quant_algo` {algo!r} is not modelled")
+    if nested:
+        return Quantization(None, why=f"SGLang does not know the `quant_algo` {algo!r}")
+    raise LoadError(
+        f"ValueError: ModelOptFp8Config only supports regular FP8 quantization, but found {algo!r}."
+    )
 
 
 def _with_kv_algo(method: str, kv_algo: Any) -> Quantization:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from kvq.errors import UnsupportedModelError
+from kvq.files import shorten
 
 Config = Mapping[str, Any]
 
@@ -83,6 +84,7 @@ def lookup(text: Config, *names: str) -> Any:
 
 
 _REQUIRED = object()
+MAX_COUNT = 2**31 - 1
 
 
 def count(text: Config, *names: str, layer_idx: int | None = None, default: Any = _REQUIRED) -> Any:
@@ -102,11 +104,11 @@ def count(text: Config, *names: str, layer_idx: int | None = None, default: Any 
         return default
     if isinstance(value, list) and layer_idx is not None and layer_idx < len(value):
         value = value[layer_idx]
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value <= MAX_COUNT:
         written = [name for name in names if name in text or lookup(text, name) is not None]
         named = next(iter(written or [name for name in names if name in _USUAL]), names[0])
         raise UnsupportedModelError(
-            f"`{named}` in config.json is {value!r}, expected a positive integer",
+            f"`{named}` in config.json is {shorten(value)}, expected a positive integer",
             code="geometry.number",
         )
     return value
@@ -173,14 +175,14 @@ def layer_kinds(text: Config, num_layers: int, architecture: str) -> list[str] |
         kinds = kinds[:num_layers]  # Step lists its draft layers too
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise UnsupportedModelError(
-            f"`{key}` of `{architecture}` is {kinds!r}, expected one for each of the "
+            f"`{key}` of `{architecture}` is {shorten(kinds)}, expected one for each of the "
             f"{num_layers} layers",
             code="geometry.layer_types",
         )
     for kind in kinds:
         if str(kind) not in CACHED_KINDS and str(kind) not in STATE_KINDS:
             raise UnsupportedModelError(
-                f"`{architecture}` has a layer of unknown kind `{kind}`; "
+                f"`{architecture}` has a layer of unknown kind {shorten(kind)}; "
                 f"known: {', '.join([*CACHED_KINDS, *STATE_KINDS])}",
                 code="geometry.layer_kind",
             )
@@ -205,6 +207,7 @@ def _declared_kinds(text: Config, num_layers: int) -> tuple[str, Any] | None:
         chosen = lookup(text, key)
         if isinstance(chosen, list):
             first = 1 if "." in key else 0  # Kimi counts its layers from 1
+            chosen = {number for number in chosen if type(number) is int}
             return key, [FULL if i + first in chosen else "linear_attention" for i in every]
     if text.get("attn_layer_period") is not None:  # Jamba
         period, offset = count(text, "attn_layer_period"), text.get("attn_layer_offset") or 0

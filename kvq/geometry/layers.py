@@ -1,9 +1,12 @@
 """Per layer: kind of cache, heads and head sizes, from config.json and the tensor names alone."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvq.errors import UnsupportedModelError
+from kvq.files import shorten
 from kvq.geometry.config import (
     CROSS,
     FULL,
@@ -24,6 +27,8 @@ from kvq.geometry.config import (
 )
 from kvq.geometry.paths import AttentionPaths, find_attention
 from kvq.quantizers import KEY, KEY_PE, KV_C, QUERY, VALUE
+
+_MAX_LAYERS, _MAX_HEADS, _MAX_NAME = 4096, 1 << 16, 200
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,9 @@ class Geometry:
 def architecture_name(config: Config) -> str:
     """Return the model class that config.json names, else its model type."""
     names = config.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
-    return str(config.get("model_type") or "unknown")
+    first = names[0] if isinstance(names, list) and names else None
+    name = first if isinstance(first, str) else str(config.get("model_type") or "unknown")
+    return name if name.isprintable() and len(name) <= _MAX_NAME else shorten(name)
 
 
 def read_geometry(config: Config, tensor_names: Iterable[str]) -> Geometry:
@@ -102,14 +107,15 @@ def read_geometry(config: Config, tensor_names: Iterable[str]) -> Geometry:
             whose cache is not keys and values per token; the message says what it is.
     """
     text, architecture = with_defaults(text_config(config)), architecture_name(config)
-    names = list(tensor_names)
+    names = sorted(tensor_names)
     _refuse_other_caches(config, text, architecture)
     num_layers = _num_layers(text)
     kinds = layer_kinds(text, num_layers, architecture)
     shared = text.get("num_kv_shared_layers") or 0
     if type(shared) is not int or not 0 <= shared <= num_layers:
         raise UnsupportedModelError(
-            f"`num_kv_shared_layers` in config.json is {shared!r}, expected 0 to {num_layers}",
+            f"`num_kv_shared_layers` in config.json is {shorten(shared)}, "
+            f"expected 0 to {num_layers}",
             code="geometry.number",
         )
     drafts = text.get("num_nextn_predict_layers")
@@ -150,11 +156,20 @@ def _without_cross(paths: AttentionPaths, text: Config) -> AttentionPaths:
 
 def _num_layers(text: Config) -> int:
     if text.get("model_type") == "longcat_flash":  # two attentions in each of these
-        return int(count(text, "num_layers"))
+        return _checked(count(text, "num_layers"))
     for key in ("layers_block_type", "hybrid_override_pattern"):  # some configs count by these
-        if lookup(text, *NUM_LAYERS) is None and text.get(key):
-            return len(text[key])
-    return int(count(text, *NUM_LAYERS))
+        if lookup(text, *NUM_LAYERS) is None and isinstance(text.get(key), list | str):
+            return _checked(len(text[key]))
+    return _checked(count(text, *NUM_LAYERS))
+
+
+def _checked(num_layers: int) -> int:
+    if not 0 < num_layers <= _MAX_LAYERS:
+        raise UnsupportedModelError(
+            f"config.json says {num_layers} layers, expected 1 to {_MAX_LAYERS}",
+            code="geometry.number",
+        )
+    return num_layers
 
 
 def _refuse_other_caches(config: Config, text: Config, architecture: str) -> None:
@@ -174,7 +189,7 @@ def _own_layers(
 ) -> list[LayerGeometry]:
     own = paths.own.get(layer_idx, ())
     cross = paths.cross.get(layer_idx, ())
-    if not own and text.get("model_type") in ("zamba", "zamba2"):
+    if not own and paths.own and text.get("model_type") in ("zamba", "zamba2"):
         # its attention blocks have caches of their own, but tied weights, stored once
         first = min(paths.own)
         own = tuple(p.replace(f".{first}.", f".{layer_idx}.", 1) for p in paths.own[first])
@@ -206,7 +221,8 @@ def _sharing_layer(
         )
     donor = donors[-1]
     path = donor.attention.replace(f".{donor.layer_idx}.", f".{layer_idx}.", 1)
-    if not any(name.startswith(f"{path}.") for name in names):
+    at = bisect_left(names, f"{path}.")
+    if not names[at : at + 1] or not names[at].startswith(f"{path}."):
         raise UnsupportedModelError(
             f"no tensor of layer {layer_idx} of `{architecture}` under `{path}`",
             code="geometry.no_attention",
@@ -219,9 +235,10 @@ def _sharing_layer(
 
 
 def _layer(layer_idx: int, kind: str, attention: str, text: Config) -> LayerGeometry:
-    per_layer = text.get("per_layer_config")
-    for key, own in per_layer.items() if isinstance(per_layer, Mapping) else ():
-        if str(key).isdigit() and int(key) == layer_idx and isinstance(own, Mapping):
+    per_layer: Any = text.get("per_layer_config")
+    for width in range(1, 7) if isinstance(per_layer, Mapping) else ():  # `5`, `05`, `005`
+        own = per_layer.get(str(layer_idx).zfill(width))
+        if isinstance(own, Mapping):
             text = {**text, **own}
 
     def number(*names: str) -> int:
@@ -234,6 +251,11 @@ def _layer(layer_idx: int, kind: str, attention: str, text: Config) -> LayerGeom
     heads_names, kv_names, dim_names, v_names = _SPECIAL.get(kind, ((), (), (), ()))
     heads = optional(*heads_names, "num_attention_heads_per_layer") or number(*NUM_HEADS)
     kv_heads = optional(*kv_names, *NUM_KV_HEADS) or _kv_heads(text, heads)
+    if max(heads, kv_heads) > _MAX_HEADS:
+        raise UnsupportedModelError(
+            f"config.json says {max(heads, kv_heads)} heads, expected at most {_MAX_HEADS}",
+            code="geometry.number",
+        )
     if text.get("kv_lora_rank") is not None:
         rank = number("kv_lora_rank")
         rope = 0 if text.get("qk_rope_head_dim") == 0 else number("qk_rope_head_dim")

@@ -116,3 +116,24 @@ def test_export_refuses_what_a_named_engine_would_not_use(kvq, calibrated, tmp_p
     assert "serve it with: vllm serve" in kvq(*argv).out
     result = kvq(*argv, "--for", "sgl", "--overwrite", "--json")
     assert (result.code, result.json["error"]["code"]) == (2, "engine.unknown")
+
+
+def test_transformers_says_when_memory_would_be_uninitialised(kvq, variants):
+    result = kvq("verify", variants / "ct-only-k", "--engine", "transformers", "--json")
+    unknown = [f for f in result.json["findings"] if f["code"] == "engine.unknown"]
+    assert unknown
+    assert {finding["severity"] for finding in unknown} == {"error"}
+
+
+def test_sglang_leaves_qwen2_at_one_and_export_for_it_refuses(kvq, calibrated, tmp_path):
+    model, calibration = calibrated("qwen2")
+    argv = ["export", model, "--scales", calibration, "-o", tmp_path / "out", "--for", "sglang"]
+    result = kvq(*argv, "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "export.unread")
+    assert "sglang" in result.json["error"]["message"]
+    assert not (tmp_path / "out").exists()
+    model, calibration = calibrated("llama")
+    argv = ["export", model, "--scales", calibration, "-o", tmp_path / "out", "--for", "sglang"]
+    result = kvq(*argv)
+    assert result.code == 0, result.err
+    assert "sglang.launch_server" in result.out
