@@ -202,7 +202,7 @@ def _view(
 ) -> CheckpointView:
     _check_names([shard.name for shard in shards], root.name)
     collecting = gc.isenabled()
-    gc.disable()  # all that is read stays, and the search for cycles in it takes a fifth of the time
+    gc.disable()  # all that is read stays; looking for cycles in it takes long
     try:
         files = {shard.name: read_header(shard) for shard in shards}
     finally:

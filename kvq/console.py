@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def answer(text: str) -> None:
-    """Write plain text to stdout."""
-    sys.stdout.write(text + "\n")
+    """Write plain text to stdout; control characters, which a checkpoint may hold, are escaped."""
+    sys.stdout.write(_CONTROL.sub(lambda found: repr(found[0])[1:-1], text) + "\n")
+
+
+_CONTROL = re.compile(r"[^\t\n -~\u00a0-\U0010ffff]")
 
 
 def document(value: Any) -> None:

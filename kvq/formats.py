@@ -247,7 +247,8 @@ class KVFormat:
 
     def amax(self, scale: float) -> float:
         """Return `scale * scale_divisor` in float32: the inverse of `scale` within 1 ulp."""
-        return float(_float32(scale) * self._divisor())
+        with np.errstate(over="ignore"):  # a scale near the largest float32 has no finite amax
+            return float(_float32(scale) * self._divisor())
 
     def _divisor(self) -> np.float32:
         if self.scale_divisor is None:

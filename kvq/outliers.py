@@ -36,7 +36,9 @@ def read_key_traits(view: CheckpointView, attention: str) -> KeyTraits:
         tensor = f"{attention}.{name}.bias"
         if tensor in view.tensors and view.tensors[tensor].dtype in ("F32", "F16", "BF16", "F64"):
             bias = view.read(tensor).astype(np.float64)
-            return KeyTraits(normed, float(np.linalg.norm(bias)), float(np.abs(bias).max()))
+            with np.errstate(over="ignore"):
+                norm = float(np.linalg.norm(bias))
+            return KeyTraits(normed, norm, float(np.abs(bias).max(initial=0.0)))
     return KeyTraits(normed)
 
 

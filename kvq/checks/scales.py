@@ -92,10 +92,11 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
     known = {scale.tensor for scale in context.scales + context.drafts}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
-        below = any(tensor.startswith(f"{path}.") for path in _parents(tensor) & attentions)
         leaf = tensor.rpartition(".")[2]
+        if not _SCALE_LEAF.search(leaf):
+            continue
         suspect = tensor.endswith(SUFFIXES) or (
-            below and _SCALE_LEAF.search(leaf) and not _WEIGHT_LEAF.fullmatch(leaf)
+            not _WEIGHT_LEAF.fullmatch(leaf) and bool(_parents(tensor) & attentions)
         )
         if suspect and tensor not in known and not _zero(context, tensor, leaf):
             yield Finding(

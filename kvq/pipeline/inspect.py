@@ -1,6 +1,7 @@
 """Describe a calibration or a checkpoint: tree, per-layer table, one sentence."""
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ class Inspection:
                     "scale": {side: _json_numbers(values) for side, values in row.scale.items()},
                     "tokens": row.tokens,
                     "flags": list(row.flags),
-                    **({} if row.traits is None else vars(row.traits)),
+                    **_json_traits(row.traits),
                 }
                 for row in self.rows
             ],
@@ -91,7 +92,7 @@ def inspect(path: Path) -> Inspection:
     Raises:
         KvqError: the path is none of them, or damaged.
     """
-    if path.is_dir() and is_calibration(path):
+    if os.path.isdir(path) and is_calibration(path):  # False for a name that is no path
         return inspect_calibration(read_calibration(path))
     return _inspect_checkpoint(open_checkpoint(path))
 
@@ -274,6 +275,14 @@ _FILE_SCALE = re.compile(r"\.[qkv]_scale$")
 def _layer_number(attention: str) -> int:
     numbers = re.findall(r"\.(\d+)\.", attention)
     return int(numbers[0]) if numbers else -1
+
+
+def _json_traits(traits: KeyTraits | None) -> dict[str, Any]:
+    found = {} if traits is None else vars(traits)
+    return {
+        key: _json_numbers([value])[0] if isinstance(value, float) else value
+        for key, value in found.items()
+    }
 
 
 def _json_numbers(values: Iterable[float]) -> list[float | str]:
