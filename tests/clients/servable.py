@@ -167,8 +167,11 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **changes, **nested}
 
 
-def export(family: Family, folder: Path) -> Path:
-    """Make, calibrate and export a tiny model, which is `source` beside the result."""
+def export(family: Family, folder: Path, *, unread: bool = False) -> Path:
+    """Make, calibrate and export a tiny model, which is `source` beside the result.
+
+    With `unread`, also what kvq knows that vLLM would not load.
+    """
     source, calibration, target = (folder / part for part in ("source", "calibration", "target"))
     model = build(family)
     model.save_pretrained(source)
@@ -191,7 +194,8 @@ def export(family: Family, folder: Path) -> Path:
             argv += ["--target-column", "labels"]
         _kvq("calibrate", source, *argv)
     argv = ["--scales", calibration, "--granularity", family.granularity, "-o", target]
-    _kvq("export", source, *argv, *family.options)
+    options = {*family.options, *(["--allow-unread"] if unread else [])}
+    _kvq("export", source, *argv, *options)
     return target
 
 
