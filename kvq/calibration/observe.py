@@ -2,9 +2,9 @@
 
 A transformers cache is handed K after q/k norm and rotation and before `repeat_kv`, V as it is
 stored, and under MLA the latent row and the rotated key: exactly what a serving engine quantizes.
-So kvq passes a cache that reduces what it is given and stores nothing; hooks that say which
-attention module is running tell whose states they are. Queries never reach a cache: for them
-alone the attention function is exchanged, by name in the model's config, while observing.
+So kvq passes a cache that reduces what it is given and keeps no more than the last layer's; hooks
+that say which attention module is running tell whose states they are. Queries never reach a cache:
+for them alone the attention function is exchanged, by name in the model's config, while observing.
 """
 
 import inspect

@@ -78,12 +78,10 @@ def _side_findings(
         return  # unreadable, or hidden by the index: another rule says so
     value = np.array(used.value, np.float64)
     same = value.size == stored.size and np.array_equal(value, stored, equal_nan=True)
-    if not same and not used.tensor.endswith((f"{side}_scale", "kv_scale", "output_scale",
-                                              "cache.scale")):  # fmt: skip
-        severity = "error"
-    else:
-        severity = "warning" if value.size == stored.size and _rounded(value, stored) else "error"
-    if not same:
+    copied = used.tensor.endswith(".v_scale" if side == "k" else ".k_scale")
+    if copied or not same:
+        rounded = not copied and value.size == stored.size and _rounded(value, stored)
+        severity = "warning" if rounded else "error"
         yield Finding(
             "engine.value", severity, f"{engine} uses {side} {shown}: {used.reason}",
             layer.layer_idx, used.tensor, expected=", ".join(f"{x:g}" for x in stored), found=shown,

@@ -45,6 +45,7 @@ def test_the_table_names_tensor_and_reason(kvq, exported, variants):
     [
         ("ct-only-k", "engine.default"),
         ("ct-files-unindexed-shard", "engine.default"),
+        ("modelopt-only-k", "engine.value"),  # v is a copy of k
         ("ct-scheme-strategy-channel", "engine.load"),
         ("modelopt-legacy-algo-null", "engine.load"),
         ("none-name-attention", "engine.load"),
