@@ -1,6 +1,6 @@
 """The engine seam: what a serving engine makes of a checkpoint, read from its files alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvq.checkpoint import CheckpointView
@@ -56,6 +56,18 @@ class EngineReading:
     layers: tuple[LayerReading, ...]
     error: str | None = None
     notes: tuple[str, ...] = ()
+
+
+def not_modelled(
+    blank: EngineReading, geometry: Geometry, reason: str, *, inner: str = ""
+) -> EngineReading:
+    """Return a reading that knows no layer, and says why; `inner` ends the engine's own names."""
+    side = SideReading(None, None, reason)
+    layers = tuple(
+        LayerReading(x.layer_idx, x.attention, x.attention + inner, blank.cache_dtype, side, side)
+        for x in geometry.layers
+    )
+    return replace(blank, layers=layers, notes=(*blank.notes, reason))
 
 
 class Engine(Protocol):

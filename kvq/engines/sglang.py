@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from kvq.checkpoint import CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading
+from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.sglang_config import Quantization, read_quantization, resolve_cache_dtype
 from kvq.engines.sglang_names import LENIENT, NO_REMAP, REMAP, remap
 from kvq.engines.vllm_config import LoadError, NotModelledError
@@ -58,13 +58,8 @@ class SGLang:
         except LoadError as error:
             return replace(blank, error=str(error))
         except NotModelledError as error:
-            side = unknown(str(error))
-            unread = tuple(
-                LayerReading(x.layer_idx, x.attention, _path(x), cache_dtype, side, side)
-                for x in geometry.layers
-            )
-            notes = (*blank.notes, str(error))
-            return replace(blank, cache_dtype=cache_dtype, layers=unread, notes=notes)
+            blank = replace(blank, cache_dtype=cache_dtype)
+            return not_modelled(blank, geometry, str(error), inner=".attn")
 
 
 def _path(layer: LayerGeometry) -> str:

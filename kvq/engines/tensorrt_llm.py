@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvq.checkpoint import CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading
+from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_config import CT, LEGACY_NAME, LoadError, NotModelledError
 from kvq.engines.vllm_values import default, unknown
 from kvq.errors import KvqError
@@ -53,12 +53,7 @@ class TensorRTLLM:
         except LoadError as error:
             return replace(blank, error=str(error))
         except NotModelledError as error:
-            side = unknown(str(error))
-            unread = tuple(
-                LayerReading(layer.layer_idx, layer.attention, layer.attention, None, side, side)
-                for layer in geometry.layers
-            )
-            return replace(blank, layers=unread, notes=(*blank.notes, str(error)))
+            return not_modelled(blank, geometry, str(error))
 
 
 def _declared(view: CheckpointView) -> tuple[str | None, tuple[str, ...]]:

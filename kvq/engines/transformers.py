@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from kvq.checkpoint import INDEX_NAME, SINGLE_NAME, CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading
+from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.transformers_config import (
     CHECKED,
     LAYER_PAST,
@@ -66,12 +66,7 @@ class Transformers:
         except LoadError as error:
             return replace(blank, error=str(error), notes=(*notes, *error.notes))
         except NotModelledError as error:
-            side = SideReading(None, None, f"not modelled: {error}")
-            layers = tuple(
-                LayerReading(layer.layer_idx, layer.attention, layer.attention, None, side, side)
-                for layer in geometry.layers
-            )
-            return replace(blank, layers=layers, notes=(*notes, side.reason))
+            return not_modelled(blank, geometry, f"not modelled: {error}")
         dtypes = [layer.cache_dtype for layer in layers if layer.cache_dtype != "auto"]
         return replace(blank, cache_dtype=dtypes[0] if dtypes else "auto", layers=layers)
 

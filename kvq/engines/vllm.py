@@ -8,7 +8,7 @@ each of them.
 from dataclasses import dataclass, field, replace
 
 from kvq.checkpoint import CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading
+from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
 from kvq.engines.vllm_classes import CHECKED, model_type
 from kvq.engines.vllm_config import (
@@ -25,7 +25,6 @@ from kvq.engines.vllm_values import (
     load_ct,
     model_dtype,
     process_base,
-    unknown,
     with_reason,
 )
 from kvq.errors import KvqError
@@ -58,12 +57,7 @@ class VLLM:
         except LoadError as error:
             return replace(blank, error=str(error))
         except NotModelledError as error:
-            side = unknown(str(error))
-            unread = tuple(
-                LayerReading(layer.layer_idx, layer.attention, layer.attention, None, side, side)
-                for layer in geometry.layers
-            )
-            return replace(blank, layers=unread, notes=(*blank.notes, str(error)))
+            return not_modelled(blank, geometry, str(error))
 
 
 def _notes(view: CheckpointView) -> tuple[str, ...]:
