@@ -99,15 +99,15 @@ def layer_table(rows: Sequence["LayerRow"]) -> None:
 
 def engine_table(reading: "EngineReading") -> None:
     """Write which number an engine uses for each layer, and why."""
-    dtype = reading.options.kv_cache_dtype
-    answer(f"{reading.engine} {reading.version}, --kv-cache-dtype {dtype}:")
+    answer(f"{reading.engine} {reading.version}, {reading.options}:")
     if reading.error is not None:
         answer(f"  fails to load: {reading.error}")
     rows = [
         [str(layer.layer_idx), layer.cache_dtype or "unknown", side, _scale_cell(used.value or ()),
          used.tensor or "-", used.reason]
         for layer in reading.layers
-        for side, used in (("k", layer.k), ("v", layer.v))
+        for side, used in (("k", layer.k), ("v", layer.v), ("q", layer.q))
+        if used is not None
     ]  # fmt: skip
     if rows:
         table(["layer", "cache", "side", "value", "tensor", "reason"], rows)
@@ -192,7 +192,7 @@ def report(found: "Report", *, form: str, strict: bool) -> None:
 def _reading_line(reading: "EngineReading") -> str:
     used = sum(side.tensor is not None for layer in reading.layers for side in (layer.k, layer.v))
     return (
-        f"{reading.engine} {reading.version}, --kv-cache-dtype {reading.options.kv_cache_dtype}: "
+        f"{reading.engine} {reading.version}, {reading.options}: "
         f"cache {reading.cache_dtype or 'unknown'}, {used} of {2 * len(reading.layers)} scales "
         "from the checkpoint"
     )
@@ -204,7 +204,8 @@ def _human_line(finding: "Finding") -> str:
     if finding.expected or finding.found:
         detail = f" (expected {finding.expected}, found {finding.found})"
     file = f" in {finding.file}" if finding.file else ""
-    return f"{finding.severity} [{finding.code}] {where}{finding.message}{file}{detail}"
+    fix = f"; fix: {finding.fix}" if finding.fix else ""
+    return f"{finding.severity} [{finding.code}] {where}{finding.message}{file}{detail}{fix}"
 
 
 def _github_line(finding: "Finding") -> str:

@@ -174,6 +174,7 @@ def layer_of(module) -> dict:
         "k": number(module._k_scale_float), "v": number(module._v_scale_float),
         "k_all": [number(value) for value in module._k_scale.flatten().tolist()],
         "v_all": [number(value) for value in module._v_scale.flatten().tolist()],
+        "q_all": [number(value) for value in module._q_scale.flatten().tolist()],
         "dtype": module.kv_cache_dtype,
     }  # fmt: skip
 

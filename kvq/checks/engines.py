@@ -39,6 +39,7 @@ def engine_findings(
     for layer in reading.layers:
         for side, used in (("k", layer.k), ("v", layer.v)):
             yield from _side_findings(engine, layer, side, used, view)
+        yield from _query_findings(engine, layer, view)
         if not _quantized(layer.cache_dtype):
             yield Finding(
                 "engine.unquantized", "error",
@@ -72,6 +73,16 @@ def _side_findings(
                 layer.layer_idx, expected="a scale of the checkpoint", found=shown,
             )  # fmt: skip
         return
+    yield from _value_findings(engine, layer, side, used, view)
+
+
+def _value_findings(
+    engine: str, layer: LayerReading, side: str, used: SideReading, view: CheckpointView
+) -> Iterator[Finding]:
+    """Yield a value that is not the one of its tensor."""
+    assert used.tensor is not None
+    assert used.value is not None
+    shown = ", ".join(f"{value:g}" for value in used.value)
     try:
         stored = view.read(used.tensor).astype(np.float64).ravel()
     except (CheckpointError, KeyError):
@@ -86,6 +97,21 @@ def _side_findings(
             "engine.value", severity, f"{engine} uses {side} {shown}: {used.reason}",
             layer.layer_idx, used.tensor, expected=", ".join(f"{x:g}" for x in stored), found=shown,
         )  # fmt: skip
+
+
+def _query_findings(engine: str, layer: LayerReading, view: CheckpointView) -> Iterator[Finding]:
+    """Yield what becomes of a query's scale, where there is one."""
+    used, paths = layer.q, (layer.attention, f"{layer.attention}.attn", f"{layer.attention}.q_proj")
+    if used is None or used.value is None:
+        return
+    lost = [f"{path}.q_scale" for path in paths if f"{path}.q_scale" in view.tensors]
+    if used.tensor is None and lost:
+        yield Finding(
+            "engine.query", "error", f"{engine} does not read `{lost[0]}`: {used.reason}",
+            layer.layer_idx, lost[0], expected="a scale that is read", found="1.0",
+        )  # fmt: skip
+    elif used.tensor is not None and "share a KV head" not in used.reason:
+        yield from _value_findings(engine, layer, "q", used, view)
 
 
 def _rounded(value: np.ndarray, stored: np.ndarray) -> bool:

@@ -10,7 +10,10 @@ from kvq.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong (`error`) or doubtful (`warning`); `code` is stable, the text is not."""
+    """One thing wrong (`error`) or doubtful (`warning`); `code` is stable, the text is not.
+
+    `fix` is the smallest change that would make it right, where there is one.
+    """
 
     code: str
     severity: str
@@ -20,6 +23,7 @@ class Finding:
     file: str | None = None
     expected: str | None = None
     found: str | None = None
+    fix: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the plain form."""

@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from kvq import console
-from kvq.commands.options import Engines, Json, KvCacheDtype
+from kvq.commands.options import (
+    Engines,
+    EngineVersion,
+    Json,
+    KvCacheDtype,
+    Platform,
+    SkipLayers,
+    TensorParallel,
+    engine_options,
+)
 
 EXAMPLES = """\
 Examples:
@@ -23,18 +32,22 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="Calibration, checkpoint or .safetensors file.")],
     scales: Annotated[bool, typer.Option("--scales", help="Print the per-layer table.")] = False,
     engine: Engines = None,
+    engine_version: EngineVersion = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    kv_cache_dtype_skip_layers: SkipLayers = None,
+    platform: Platform = "sm90",
+    tp: TensorParallel = 1,
     json: Json = False,
 ) -> None:
     """Print the module tree with every quantizer's amax, the scales, one sentence of summary."""
     from kvq.pipeline.inspect import inspect as run
 
     if engine:
-        from kvq.engines.base import EngineOptions
         from kvq.engines.document import to_document
         from kvq.pipeline.inspect import read_engines
 
-        readings = read_engines(path, engine, EngineOptions(kv_cache_dtype=kv_cache_dtype))
+        options = engine_options(kv_cache_dtype, platform, tp, kv_cache_dtype_skip_layers)
+        readings = read_engines(path, engine, options, engine_version)
         if json:
             documents = [to_document(reading) for reading in readings]
             console.document({"schema": 1, "command": "inspect", "engines": documents})

@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from kvq import console
-from kvq.commands.options import Engines, Json, KvCacheDtype
+from kvq.commands.options import (
+    Engines,
+    EngineVersion,
+    Json,
+    KvCacheDtype,
+    Platform,
+    SkipLayers,
+    TensorParallel,
+    engine_options,
+)
 from kvq.errors import InputError
 
 EXAMPLES = """\
@@ -28,7 +37,11 @@ def verify(
     ] = None,
     rtol: Annotated[float, typer.Option(help="Relative tolerance of --against.")] = 0.0,
     engine: Engines = None,
+    engine_version: EngineVersion = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    kv_cache_dtype_skip_layers: SkipLayers = None,
+    platform: Platform = "sm90",
+    tp: TensorParallel = 1,
     live: Annotated[
         str | None, typer.Option(help="Load it in the real engine: vllm or transformers.")
     ] = None,
@@ -38,7 +51,6 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check that every layer's scales are there, plausible and declared; exit 1 if not."""
-    from kvq.engines.base import EngineOptions
     from kvq.pipeline.verify import EngineQuestion
     from kvq.pipeline.verify import verify as run
 
@@ -48,8 +60,8 @@ def verify(
         )
     if json and report not in ("human", "json"):
         raise InputError(f"--json contradicts --report {report}", code="option.report")
-    options = EngineOptions(kv_cache_dtype=kv_cache_dtype)
-    ask = EngineQuestion(engine or (), options, live, python)
+    options = engine_options(kv_cache_dtype, platform, tp, kv_cache_dtype_skip_layers)
+    ask = EngineQuestion(engine or (), options, live, python, engine_version)
     found = run(checkpoint, against=against, rtol=rtol, ask=ask)
     console.report(found, form="json" if json else report, strict=strict)
     if not found.ok(strict=strict):

@@ -1,5 +1,6 @@
 """What serving engines make of a checkpoint; loaded late, by name."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -12,13 +13,18 @@ ENGINES = {
     "transformers": "kvq.engines.transformers:Transformers",
     "tensorrt-llm": "kvq.engines.tensorrt_llm:TensorRTLLM",
 }
+LIVE = ("vllm", "transformers")  # those that `verify --live` can ask
 
 
-def get_engine(name: str) -> Engine:
+def get_engine(name: str, version: str | None = None) -> Engine:
     """Return the model of an engine by name.
 
+    Args:
+        name: one of `ENGINES`.
+        version: the version that must be meant; None for the one that is modelled.
+
     Raises:
-        InputError: unknown name; the message lists all names.
+        InputError: unknown name, or a version of which there is no model; it lists what there is.
     """
     if name not in ENGINES:
         near = get_close_matches(name, ENGINES, n=1)
@@ -29,4 +35,21 @@ def get_engine(name: str) -> Engine:
         )
     module, attribute = ENGINES[name].split(":")
     engine: Engine = getattr(import_module(module), attribute)()
+    if version is not None and version != engine.version:
+        raise InputError(
+            f"no model of {name} {version}: kvq models {engine.version}",
+            code="engine.version",
+            hint="--live asks the installed engine itself, of any version"
+            if name in LIVE
+            else f"leave --engine-version out to take {engine.version}",
+        )
     return engine
+
+
+def get_engines(names: Sequence[str], version: str | None = None) -> dict[str, Engine]:
+    """Return models by name; a version can be asked of one engine only."""
+    if version is not None and len(names) != 1:
+        raise InputError(
+            f"--engine-version goes with one --engine, not {len(names)}", code="engine.version"
+        )
+    return {name: get_engine(name, version) for name in names}

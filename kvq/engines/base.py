@@ -1,20 +1,48 @@
 """The engine seam: what a serving engine makes of a checkpoint, read from its files alone."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvq.checkpoint import CheckpointView
+from kvq.errors import InputError
 from kvq.geometry import Geometry
+
+PLATFORM = re.compile(r"cpu|sm[1-9][0-9]{1,2}a?|gfx[0-9]{3,4}[a-z]?")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine is started, as far as it matters for scales."""
+    """How the engine is started, as far as it matters for scales.
+
+    Args:
+        kv_cache_dtype: its option of that name.
+        platform: `cpu`, an NVIDIA compute capability as `sm90`, or an AMD one as `gfx942`.
+        tp: number of GPUs that share the heads.
+        skip_layers: vLLM's `--kv-cache-dtype-skip-layers`: layer indices, or `sliding_window`.
+
+    Raises:
+        InputError: a platform or number that does not exist.
+    """
 
     kv_cache_dtype: str = "auto"
-    platform: str = "cpu"
+    platform: str = "sm90"
     tp: int = 1
     skip_layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not PLATFORM.fullmatch(self.platform):
+            raise InputError(
+                f"unknown --platform `{self.platform}`",
+                code="option.platform",
+                hint="expected cpu, sm80, sm89, sm90, sm100, sm120, gfx942, gfx950, ...",
+            )
+        if self.tp < 1:
+            raise InputError(f"--tp is {self.tp}, expected 1 or more", code="option.tp")
+
+    def __str__(self) -> str:
+        skipped = f", skipping {','.join(self.skip_layers)}" if self.skip_layers else ""
+        return f"--kv-cache-dtype {self.kv_cache_dtype}, {self.platform}, tp {self.tp}{skipped}"
 
 
 @dataclass(frozen=True)
@@ -32,7 +60,10 @@ class SideReading:
 
 @dataclass(frozen=True)
 class LayerReading:
-    """One attention layer as the engine sees it; `engine_name` is the engine's own path of it."""
+    """One attention layer as the engine sees it; `engine_name` is the engine's own path of it.
+
+    `q` is None where the engine has no scale for queries, or its model does not cover it.
+    """
 
     layer_idx: int
     attention: str
@@ -40,6 +71,7 @@ class LayerReading:
     cache_dtype: str | None
     k: SideReading
     v: SideReading
+    q: SideReading | None = None
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,13 @@ from kvq.engines.vllm_config import (
 from kvq.engines.vllm_linear import QuantizedLinears
 from kvq.engines.vllm_names import Modules, files_read, is_expert, is_scale, stream
 from kvq.engines.vllm_values import (
+    NO_QUERY,
     default,
     load_base,
     load_ct,
     model_dtype,
     process_base,
+    process_query,
     with_reason,
 )
 from kvq.errors import KvqError
@@ -48,9 +50,8 @@ class VLLM:
         try:
             quantization = read_quantization(view, options.kv_cache_dtype)
             cache_dtype, layers = attention_layers(view, geometry, quantization, options)
-            if quantization.per_head and not options.platform.startswith("sm9"):
-                note = "scales per head need FlashAttention 3 (sm90); the CPU uses their maximum"
-                blank = replace(blank, notes=(*blank.notes, note))
+            if quantization.per_head:
+                blank = replace(blank, notes=(*blank.notes, _per_head(options.platform)))
             loading = _Loading(view, geometry, quantization, options, layers)
             loading.run()
             return replace(blank, cache_dtype=cache_dtype, layers=loading.readings())
@@ -58,6 +59,24 @@ class VLLM:
             return replace(blank, error=str(error))
         except NotModelledError as error:
             return not_modelled(blank, geometry, str(error))
+
+
+def _per_head(platform: str) -> str:
+    """Return what scales per head come to on a platform.
+
+    Source: `v1/attention/backends/*.py`, `supports_per_head_quant_scales`: FlashAttention 3 alone.
+
+    Raises:
+        LoadError: no attention backend takes them there.
+    """
+    if platform == "cpu":
+        return "scales per head: the CPU uses their maximum"
+    if not platform.startswith("sm9"):
+        raise LoadError(
+            f"no attention backend takes scales per head on {platform}: FlashAttention 3 on sm90 "
+            "alone does (source only)"
+        )
+    return "scales per head need FlashAttention 3, which other attention backends do not replace"
 
 
 def _notes(view: CheckpointView) -> tuple[str, ...]:
@@ -167,8 +186,15 @@ class _Loading:
         )
         geometry = layer.geometry
         return LayerReading(
-            geometry.layer_idx, geometry.attention, layer.name, layer.cache_dtype, k, v
-        )
+            geometry.layer_idx, geometry.attention, layer.name, layer.cache_dtype, k, v,
+            self._query(layer),
+        )  # fmt: skip
+
+    def _query(self, layer: AttentionLayer) -> SideReading:
+        q = self.loaded.get((layer.path, "q"))
+        if layer.method == "base":
+            return process_query(q, layer.cache_dtype, self.options.platform)
+        return q or replace(default(NO_QUERY), value=(1.0,) * layer.num_scales)
 
     def _kept(self, layer: AttentionLayer, side: SideReading | None) -> SideReading:
         """Return a side as compressed-tensors leaves it: whatever the cache's dtype."""

@@ -74,6 +74,7 @@ def attention_layers(
         raise no_attribute(scheme, "items")
     if geometry.is_mla and cls.loader is not Loader.REMAP and not cls.expands_latent:
         raise NotModelledError("loading of this model's latent attention (MLA) is not modelled")
+    _check_tp(view, geometry, options.tp)
     modules = _modules(view, cls, geometry, quantization)
     cache_dtype, layers = quantization.cache_dtype, []
     for layer in geometry.layers:
@@ -98,6 +99,31 @@ def attention_layers(
         )
         layers.append(AttentionLayer(layer, modules, name, path, method, dtype, heads))
     return cache_dtype, tuple(layers)
+
+
+def _check_tp(view: CheckpointView, geometry: Geometry, tp: int) -> None:
+    """Refuse numbers of heads that the GPUs cannot share.
+
+    Sources: `config/model.py` (verify_with_parallel_config), `models/llama.py` (LlamaAttention).
+    """
+    if tp == 1 or not geometry.layers:
+        return
+    total, total_kv = _total_heads(view, geometry)
+    if total % tp:
+        raise LoadError(
+            f"ValueError: Total number of attention heads ({total}) must be divisible by tensor "
+            f"parallel size ({tp})."
+        )
+    if max(total_kv, tp) % min(total_kv, tp):
+        raise LoadError(f"AssertionError: {tp} GPUs cannot share {total_kv} KV heads evenly")
+
+
+def _total_heads(view: CheckpointView, geometry: Geometry) -> tuple[int, int]:
+    text, first = with_defaults(text_config(view.config)), geometry.layers[0]
+    return (
+        _number(text.get("num_attention_heads"), first.num_attention_heads),
+        _number(text.get("num_key_value_heads"), first.num_key_value_heads),
+    )
 
 
 def _modules(
@@ -165,9 +191,7 @@ def _heads(
     tp: int,
 ) -> Heads:  # fmt: skip
     text = with_defaults(text_config(view.config))
-    first = geometry.layers[0]
-    total = _number(text.get("num_attention_heads"), first.num_attention_heads)
-    total_kv = _number(text.get("num_key_value_heads"), first.num_key_value_heads)
+    total, total_kv = _total_heads(view, geometry)
     kv = layer.num_key_value_heads
     if text.get("model_type") in _MULTI_QUERY and text.get("multi_query", True):
         total_kv, kv = (total_kv, kv) if text.get("new_decoder_architecture") else (1, 1)

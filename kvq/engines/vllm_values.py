@@ -26,6 +26,7 @@ _BITS = {
     "F8_E5M2": (5, 2), "U8": (0, 8), "I8": (0, 7), "I16": (0, 15), "I32": (0, 31), "I64": (0, 63),
     "BOOL": (0, 1),
 }  # fmt: skip
+NO_QUERY = "default 1.0: no tensor is read; matters where the backend quantizes queries"
 # ROCm GPUs whose FP8 has no negative zero: there a code means half the number.
 FNUZ_PLATFORMS = ("gfx940", "gfx941", "gfx942")
 
@@ -118,10 +119,15 @@ def load_ct(info: TensorInfo, heads: Heads | None, side: str) -> SideReading:
             )
         return SideReading(_float32(info), info.name, "")
     if side == "q":
-        _check_query(info.numel, heads)
-        return SideReading(None, info.name, "")
+        return _query_per_head(info, heads)
     parts = [_head_slice(rank, info.numel, heads) for rank in range(heads.tp)]
-    values = _float32(info)
+    return _per_rank(_float32(info), info, heads, parts)
+
+
+def _per_rank(
+    values: tuple[float, ...], info: TensorInfo, heads: Heads, parts: list[tuple[int, int]]
+) -> SideReading:
+    """Return the values that the KV heads of all ranks get from a tensor's numbers."""
     found: list[float] = []
     for start, length in dict.fromkeys(parts):
         one = values[start : start + length]
@@ -133,10 +139,10 @@ def load_ct(info: TensorInfo, heads: Heads | None, side: str) -> SideReading:
         found += one * (heads.kv // len(one))
     total = heads.kv * len(dict.fromkeys(parts))
     reason = ""
-    if info.numel == 1 and total > 1:
+    if len(values) == 1 and total > 1:
         reason = f"one number, used for all {total} KV heads"
-    elif info.numel > total:
-        reason = f"the first {total} of {info.numel} numbers"
+    elif len(values) > total:
+        reason = f"the first {total} of {len(values)} numbers"
     return SideReading(tuple(found), info.name, reason)
 
 
@@ -145,12 +151,21 @@ def _float32(info: TensorInfo) -> tuple[float, ...]:
         return tuple(float(v) for v in read_tensor(info).ravel().astype(np.float32))
 
 
-def _check_query(numel: int, heads: Heads) -> None:
+def _query_per_head(info: TensorInfo, heads: Heads) -> SideReading:
+    """Return the scales of queries: per KV head, the largest of the query heads that share it."""
     if not heads.has_groups:
         raise LoadError("TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType'")
     group = heads.total // heads.total_kv
-    if numel % group:
-        raise LoadError(f"RuntimeError: shape '[-1, {group}]' is invalid for input of size {numel}")
+    if info.numel % group:
+        raise LoadError(
+            f"RuntimeError: shape '[-1, {group}]' is invalid for input of size {info.numel}"
+        )
+    values = np.array(_float32(info), np.float32).reshape(-1, group).max(axis=1)
+    parts = [_head_slice(rank, len(values), heads) for rank in range(heads.tp)]
+    reading = _per_rank(tuple(map(float, values)), info, heads, parts)
+    if group == 1:
+        return reading
+    return with_reason(reading, f"the largest of each {group} query heads that share a KV head")
 
 
 def _head_slice(rank: int, numel: int, heads: Heads) -> tuple[int, int]:
@@ -194,6 +209,17 @@ def process_base(
     what = "no v scale" if v is _MISSING else f"the v scale is {v_value}, not above zero"
     v = SideReading(k.value, k.tensor, f"copied from k: {what}")
     return _doubled(k, platform), _doubled(v, platform)
+
+
+def process_query(q: SideReading | None, cache_dtype: str, platform: str) -> SideReading:
+    """Return the scale of queries that BaseKVCacheMethod puts to use."""
+    if cache_dtype.endswith("per_token_head"):
+        return default(f"1.0: `{cache_dtype}` computes its scales", q.tensor if q else None)
+    if q is None:
+        return default(NO_QUERY)
+    if q.value is not None and not q.value[0] > 0:
+        return default("default 1.0: not above zero, which stands for no scale", q.tensor)
+    return _doubled(q, platform)
 
 
 _MISSING = SideReading((-1.0,), None, "")

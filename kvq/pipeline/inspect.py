@@ -13,7 +13,7 @@ import numpy as np
 from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
 from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
-from kvq.engines import get_engine
+from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import CalibrationError, InputError
 from kvq.formats import FP8_E4M3
@@ -98,13 +98,14 @@ def inspect(path: Path) -> Inspection:
 
 
 def read_engines(
-    path: Path, engines: Sequence[str], options: EngineOptions
+    path: Path, names: Sequence[str], options: EngineOptions, version: str | None = None
 ) -> tuple[EngineReading, ...]:
     """Predict from a checkpoint's files which scales engines would use.
 
     Raises:
-        KvqError: the path is no checkpoint folder, or an engine is not known.
+        KvqError: the path is no checkpoint folder, or an engine or its version is not known.
     """
+    engines = get_engines(names, version)
     view = open_checkpoint(path)
     if not view.config:
         raise InputError(
@@ -112,7 +113,7 @@ def read_engines(
             code="inspect.not_folder",
         )
     geometry = read_geometry(view.config, view.tensors)
-    return tuple(get_engine(name).read(view, geometry, options) for name in engines)
+    return tuple(engine.read(view, geometry, options) for engine in engines.values())
 
 
 def inspect_calibration(calibration: Calibration) -> Inspection:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvq.checks.findings import Finding
+from kvq.engines import LIVE
 from kvq.engines.base import EngineReading
 from kvq.errors import InputError, MissingDependencyError
-
-PROBES = ("vllm", "transformers")
 
 
 def probe(engine: str, checkpoint: Path, *, python: str | None, kv_cache_dtype: str) -> Any:
@@ -28,10 +27,8 @@ def probe(engine: str, checkpoint: Path, *, python: str | None, kv_cache_dtype: 
         InputError: no such engine, or no such interpreter.
         MissingDependencyError: the interpreter does not have the engine, or it gave no answer.
     """
-    if engine not in PROBES:
-        raise InputError(
-            f"unknown --live `{engine}`; known: {', '.join(PROBES)}", code="live.engine"
-        )
+    if engine not in LIVE:
+        raise InputError(f"unknown --live `{engine}`; known: {', '.join(LIVE)}", code="live.engine")
     interpreter = python or sys.executable
     with as_file(files("kvq.engines") / "probes" / f"probe_{engine}.py") as script:
         argv = [interpreter, str(script), "--kv-cache-dtype", kv_cache_dtype, str(checkpoint)]

@@ -15,7 +15,7 @@ from kvq.checks.findings import Finding, Report
 from kvq.configs import KV, Q, QuantizerEntry
 from kvq.dialects.base import FoundScale
 from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
-from kvq.engines import get_engine
+from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import CheckpointError, InputError
 from kvq.files import read_json
@@ -35,14 +35,16 @@ class EngineQuestion:
     Args:
         engines: what each of these would do is predicted from the files.
         options: how the engines are run.
-        live: load the checkpoint in this engine too, and compare what it then holds.
+        live: load the checkpoint in this engine too, on the CPU, and compare what it then holds.
         python: the interpreter that has it.
+        version: the version that the one engine must have.
     """
 
     engines: Sequence[str] = ()
     options: EngineOptions = field(default_factory=EngineOptions)
     live: str | None = None
     python: str | None = None
+    version: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -131,7 +133,7 @@ def _rules(view: CheckpointView) -> Sequence[Rule]:
 def _ask(
     ask: EngineQuestion, view: CheckpointView, geometry: Geometry, *, constant: bool
 ) -> tuple[tuple[EngineReading, ...], list[Finding]]:
-    engines = {name: get_engine(name) for name in ask.names}
+    engines = get_engines(ask.names, ask.version)
     readings = {name: engine.read(view, geometry, ask.options) for name, engine in engines.items()}
     findings = [
         finding
@@ -139,9 +141,11 @@ def _ask(
         for finding in engine_findings(reading, view, constant=constant)
     ]
     if ask.live is not None:
-        dtype = ask.options.kv_cache_dtype
-        answer = probe(ask.live, view.root, python=ask.python, kv_cache_dtype=dtype)
-        findings += live_findings(readings[ask.live], answer)
+        options = EngineOptions(ask.options.kv_cache_dtype, "cpu")
+        answer = probe(
+            ask.live, view.root, python=ask.python, kv_cache_dtype=options.kv_cache_dtype
+        )
+        findings += live_findings(engines[ask.live].read(view, geometry, options), answer)
     return tuple(readings.values()), findings
 
 

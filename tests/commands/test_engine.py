@@ -24,8 +24,9 @@ def variants(tmp_path_factory):
 def test_a_good_checkpoint_holds_and_says_what_the_engine_uses(kvq, exported):
     result = kvq("verify", exported(), "--engine", "vllm")
     assert result.code == 0, result.out
-    assert "vllm 0.32.0, --kv-cache-dtype auto: cache fp8, 4 of 4 scales from the checkpoint" in (
-        result.out
+    assert (
+        "vllm 0.32.0, --kv-cache-dtype auto, sm90, tp 1: cache fp8, 4 of 4 scales from the "
+        "checkpoint" in result.out
     )
 
 
@@ -87,7 +88,7 @@ def test_nothing_holds_that_real_vllm_does_not_use(variants):
     passed = 0
     for name, variant in VARIANTS.items():
         options = EngineOptions(
-            kv_cache_dtype=variant.kv_cache_dtype, skip_layers=tuple(variant.skip_layers)
+            variant.kv_cache_dtype, "cpu", skip_layers=tuple(variant.skip_layers)
         )
         try:
             report = verify(variants / name, ask=EngineQuestion(["vllm"], options))
@@ -138,3 +139,45 @@ def test_sglang_leaves_qwen2_at_one_and_export_for_it_refuses(kvq, calibrated, t
     result = kvq(*argv)
     assert result.code == 0, result.err
     assert "sglang.launch_server" in result.out
+
+
+def test_platform_and_gpus_are_inputs_shown_in_the_report(kvq, exported, variants):
+    per_head = exported("llama", "--granularity", "head")
+    argv = ["verify", per_head, "--engine", "vllm"]
+    assert kvq(*argv).code == 0
+    assert kvq(*argv, "--tp", 2).code == 0
+    for extra in (["--platform", "sm80"], ["--platform", "gfx942"], ["--tp", 3]):
+        result = kvq(*argv, *extra, "--json")
+        assert (result.code, [f["code"] for f in result.json["findings"]]) == (1, ["engine.load"])
+    shown = kvq("inspect", per_head, "--engine", "vllm", "--platform", "cpu", "--tp", 2).out
+    assert "--kv-cache-dtype auto, cpu, tp 2" in shown
+    skipped = ["--kv-cache-dtype-skip-layers", "1"]
+    result = kvq("verify", exported(), "--engine", "vllm", *skipped, "--json")
+    assert {(f["code"], f["layer_idx"]) for f in result.json["findings"]} == {
+        ("engine.unquantized", 1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--platform", "hopper"], "option.platform"),
+        (["--tp", "0"], "option.tp"),
+        (["--engine-version", "0.31.0"], "engine.version"),
+        (["--engine", "sglang", "--engine-version", "0.32.0"], "engine.version"),
+    ],
+)
+def test_a_platform_or_version_without_a_model_is_refused(kvq, checkpoints, argv, code):
+    result = kvq("verify", checkpoints("llama"), "--engine", "vllm", *argv, "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, code)
+    assert "--" in result.json["error"]["message"] + (result.json["error"]["hint"] or "")
+
+
+def test_the_version_that_is_modelled_may_be_named(kvq, exported):
+    assert kvq("verify", exported(), "--engine", "vllm", "--engine-version", "0.32.0").code == 0
+
+
+def test_the_scale_of_queries_is_read_too(kvq, variants):
+    argv = ["--engine", "vllm", "--json"]
+    shown = kvq("inspect", variants / "ct-q-scale", *argv).json
+    assert shown["engines"][0]["layers"][0]["q"]["value"] == [pytest.approx(0.3)]

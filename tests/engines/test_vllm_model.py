@@ -43,7 +43,7 @@ def read(name, folder, *, config=None, **options):
     view = open_checkpoint(folder / name)
     geometry = read_geometry({**view.config, **(config or {})}, view.tensors)
     view = replace(view, config={**view.config, **(config or {})})
-    chosen = EngineOptions(variant.kv_cache_dtype, skip_layers=variant.skip_layers)
+    chosen = EngineOptions(variant.kv_cache_dtype, "cpu", skip_layers=variant.skip_layers)
     return get_engine("vllm").read(view, geometry, replace(chosen, **options))
 
 
@@ -53,7 +53,8 @@ def found(reading):
         kind, _, text = reading.error.partition(": ")
         return {"error": f"{kind}: {text[:ERROR_LENGTH]}"}
     layers = {layer.engine_name: {"dtype": layer.cache_dtype, "k": layer.k.value,
-                                  "v": layer.v.value} for layer in reading.layers}  # fmt: skip
+                                  "v": layer.v.value, "q": layer.q.value}
+              for layer in reading.layers}  # fmt: skip
     return {"error": None, "cache_dtype": reading.cache_dtype, "layers": layers}
 
 
@@ -61,7 +62,7 @@ def expected(golden):
     if golden["error"]:
         return {"error": golden["error"]}
     layers = {
-        name: {"dtype": layer["dtype"], **{side: numbers(layer[f"{side}_all"]) for side in "kv"}}
+        name: {"dtype": layer["dtype"], **{side: numbers(layer[f"{side}_all"]) for side in "kvq"}}
         for name, layer in golden["layers"].items()
     }
     return {"error": None, "cache_dtype": golden["cache_dtype"], "layers": layers}
