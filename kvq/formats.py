@@ -173,8 +173,7 @@ E3M2 = Minifloat(3, 2, bias=3)
 INT8_CODE = IntCode(8)
 E8M0 = PowerOfTwo(8)
 
-_NVFP4_BLOCK = 16
-_MX_BLOCK = 32
+_NVFP4_BLOCK, _MX_BLOCK = 16, 32
 _SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)
 
 
@@ -247,13 +246,13 @@ class KVFormat:
 
     def amax(self, scale: float) -> float:
         """Return `scale * scale_divisor` in float32: the inverse of `scale` within 1 ulp."""
-        with np.errstate(over="ignore"):  # a scale near the largest float32 has no finite amax
+        with np.errstate(over="ignore"):
             return float(_float32(scale) * self._divisor())
 
     def _divisor(self) -> np.float32:
         if self.scale_divisor is None:
-            message = f"`{self.name}` has block scales only, no tensor scale"
-            raise FormatError(message, code="format.no_tensor_scale")
+            text = f"`{self.name}` has block scales only, no tensor scale"
+            raise FormatError(text, code="format.no_tensor_scale")
         return _float32(self.scale_divisor)
 
 
@@ -278,6 +277,7 @@ MXFP6_E2M3 = _mx("mxfp6_e2m3", E2M3)
 MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2)
 MXFP4 = _mx("mxfp4", E2M1)
 
+E4M3_FNUZ_MAX = 240.0  # AMD gfx942
 _ALL = (FP8_E4M3, FP8_E5M2, INT8, NVFP4_KV, NVFP4, MXFP8, MXFP6_E2M3, MXFP6_E3M2, MXFP4)
 FORMATS: Mapping[str, KVFormat] = MappingProxyType({fmt.name: fmt for fmt in _ALL})
 

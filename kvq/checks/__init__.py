@@ -1,10 +1,10 @@
 """verify's rules: plain functions that yield findings.
 
 A rule takes the context and yields one `Finding` per thing wrong, nothing when all is well. To add
-one, write the function with the decorator `rule` in the module of its subject.
+one, write the function with the decorator `rule()` in the module of its subject.
 """
 
 from kvq.checks import configuration, layers, scales, shards
-from kvq.checks.context import RULES
+from kvq.checks.context import rules_for
 
-__all__ = ["RULES", "configuration", "layers", "scales", "shards"]
+__all__ = ["configuration", "layers", "rules_for", "scales", "shards"]

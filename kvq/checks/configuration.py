@@ -7,7 +7,31 @@ from kvq.checks.context import Context, rule
 from kvq.checks.findings import Finding
 
 
-@rule
+@rule(spelling=True)
+def method_reads_scales(context: Context) -> Iterator[Finding]:
+    """The method that quantized the weights has a place for scales of attention, and is told."""
+    config = context.view.quantization_config or {}
+    method = config.get("quant_method")
+    if method is None or context.dialect.name == "modelopt" or not context.scales:
+        return
+    if method == "fp8" and "kv_cache_scheme" not in config:
+        yield Finding(
+            "config.undeclared", "warning",
+            "the method fp8 cannot declare a quantized cache: without its option an engine keeps "
+            "bf16",
+            file="config.json", expected="a declared cache", found="none",
+            fix="serve with --kv-cache-dtype fp8",
+        )  # fmt: skip
+    elif method not in ("compressed-tensors", "compressed_tensors"):
+        yield Finding(
+            "config.quant_method", "error",
+            f"no engine reads scales and a cache scheme beside the method `{method}`",
+            file="config.json", expected="compressed-tensors, or one of ModelOpt's",
+            found=repr(method),
+        )  # fmt: skip
+
+
+@rule(dialect="compressed-tensors", spelling=True)
 def config_declares_scales(context: Context) -> Iterator[Finding]:
     """The configuration declares a static symmetric FP8 cache exactly when scales exist."""
     config, scheme = context.view.quantization_config, context.view.kv_cache_scheme
@@ -49,11 +73,10 @@ def _scheme_findings(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> It
             file="config.json", expected="`tensor` or `attn_head`",
             found=repr(scheme.get("strategy")),
         )  # fmt: skip
-    if config.get("quant_method") != "compressed-tensors":
+    if config.get("quant_method") is None:
         yield Finding(
-            "config.quant_method", "error", "the scales' names belong to compressed-tensors",
-            file="config.json", expected="compressed-tensors",
-            found=repr(config.get("quant_method")),
+            "config.quant_method", "error", "`quant_method` is missing: engines fail to load",
+            file="config.json", expected="compressed-tensors", found="none",
         )  # fmt: skip
     groups = config.get("config_groups")
     if "config_groups" not in config:

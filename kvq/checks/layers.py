@@ -6,10 +6,9 @@ import numpy as np
 
 from kvq.checks.context import Context, file_of, rule
 from kvq.checks.findings import Finding
-from kvq.dialects.compressed_tensors import scale_name
 
 
-@rule
+@rule()
 def latent_rows_have_one_scale(context: Context) -> Iterator[Finding]:
     """Under MLA, K and V are one row in the cache: their scales are the same number."""
     for layer in context.geometry.layers:
@@ -20,12 +19,12 @@ def latent_rows_have_one_scale(context: Context) -> Iterator[Finding]:
             yield Finding(
                 "scale.mla", "error",
                 f"layer {layer.layer_idx} caches one latent row, and its k and v scale differ",
-                layer.layer_idx, scale_name(layer.attention, "v"),
+                layer.layer_idx, context.name(layer.attention, "v"),
                 expected=str(found["k"].tolist()), found=str(found["v"].tolist()),
             )  # fmt: skip
 
 
-@rule
+@rule()
 def sharing_layers_have_their_donors_scales(context: Context) -> Iterator[Finding]:
     """A layer that reads another's cache must read it with the scale it was written with."""
     for layer in context.geometry.layers:
@@ -44,7 +43,7 @@ def sharing_layers_have_their_donors_scales(context: Context) -> Iterator[Findin
                 )  # fmt: skip
 
 
-@rule
+@rule()
 def draft_layers_have_scales(context: Context) -> Iterator[Finding]:
     """An engine that drafts with MTP layers quantizes their caches too."""
     if not context.scales:
@@ -57,7 +56,7 @@ def draft_layers_have_scales(context: Context) -> Iterator[Finding]:
                     "layer.draft", "warning",
                     f"the draft layer `{attention}` has no {side} scale: an engine that runs it "
                     "uses 1.0",
-                    tensor=scale_name(attention, side), expected="a scale tensor", found="none",
+                    tensor=context.name(attention, side), expected="a scale tensor", found="none",
                 )  # fmt: skip
 
 

@@ -8,18 +8,18 @@ import numpy as np
 
 from kvq.checkpoint import weight_fingerprint
 from kvq.checks.context import SUFFIXES, Context, file_of, rule
+from kvq.checks.conventions import explain
 from kvq.checks.findings import Finding
-from kvq.dialects.base import FoundScale
-from kvq.dialects.compressed_tensors import scale_name
+from kvq.dialects.spellings import SPELLINGS, FoundScale
 from kvq.formats import FP8_E4M3, get_format
 
 SMALLEST, LARGEST = 1e-6, 1e3
 ACCEPTED_DTYPES = ("F32", "F64", "BF16", "F16")
 
 
-@rule
+@rule(spelling=True)
 def both_scales_present(context: Context) -> Iterator[Finding]:
-    """Every layer with a KV cache has a K and a V scale."""
+    """Every layer with a KV cache has a K and a V scale, under the dialect's own name."""
     for layer in context.geometry.layers:
         for side in ("k", "v"):
             if (layer.attention, side) not in context.by_side:
@@ -27,26 +27,37 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
                     "scale.missing", "error",
                     f"layer {layer.layer_idx} has no {side} scale under its name: an engine "
                     "that finds none uses 1.0",
-                    layer.layer_idx, scale_name(layer.attention, side),
+                    layer.layer_idx, context.name(layer.attention, side),
                     expected="a scale tensor", found="none",
+                    fix="`kvq export` with the model's calibration",
                 )  # fmt: skip
+    for scale in context.scales:
+        name = context.name(scale.attention, scale.side)
+        if scale.tensor != name:
+            yield Finding(
+                "scale.spelling", "error",
+                f"`{scale.tensor}` is the spelling of {SPELLINGS[scale.spelling].whose}; readers "
+                f"of {context.dialect.name} are sure to know another",
+                scale.layer_idx, scale.tensor, file_of(context, scale.tensor), name, scale.tensor,
+                fix=f"`kvq export CHECKPOINT --scales CHECKPOINT` renames it to `{name}`",
+            )  # fmt: skip
 
 
-@rule
+@rule()
 def shape_and_dtype(context: Context) -> Iterator[Finding]:
     """Each scale has one value, or one per head, in a float dtype that holds it."""
-    strategy = context.view.kv_cache_scheme.get("strategy", "tensor")
+    granularity = context.dialect.declared(context.view).granularity
     heads = {layer.attention: layer for layer in context.geometry.layers}
     for scale in context.scales:
         info = context.view.tensors[scale.tensor]
         layer = heads[scale.attention]
         per_head = layer.num_attention_heads if scale.side == "q" else layer.num_key_value_heads
-        expected = per_head if strategy == "attn_head" else 1
+        expected = per_head if granularity == "head" else 1
         where = (scale.layer_idx, scale.tensor, info.path.name)
         if info.numel != expected:
             yield Finding(
                 "scale.shape", "error", f"`{scale.tensor}` has {info.numel} values",
-                *where, f"{expected} (strategy `{strategy}`)", str(info.shape),
+                *where, f"{expected} (per {granularity})", str(info.shape),
             )  # fmt: skip
     for scale in context.scales + context.drafts:
         info = context.view.tensors[scale.tensor]
@@ -58,7 +69,7 @@ def shape_and_dtype(context: Context) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-@rule
+@rule()
 def finite_positive_plausible(context: Context) -> Iterator[Finding]:
     """Each value is finite, positive and within [1e-6, 1e3]."""
     for scale in context.scales + context.drafts:
@@ -86,10 +97,11 @@ _WEIGHT_LEAF = re.compile(
 _SCALE_LEAF = re.compile(r"scale|zero_point")
 
 
-@rule
+@rule(spelling=True)
 def no_stray_scales(context: Context) -> Iterator[Finding]:
-    """Every scale tensor belongs to a layer with a KV cache, under the expected name."""
+    """Every scale tensor belongs to a layer with a KV cache, and has one name."""
     known = {scale.tensor for scale in context.scales + context.drafts}
+    second = {scale.tensor: scale for scale in context.found.others}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
         leaf = tensor.rpartition(".")[2]
@@ -99,10 +111,14 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
             not _WEIGHT_LEAF.fullmatch(leaf) and bool(_parents(tensor) & attentions)
         )
         if suspect and tensor not in known and not _zero(context, tensor, leaf):
+            message = f"`{tensor}` is no scale that engines take from this layer"
+            if tensor in second:
+                first = context.by_side[second[tensor].attention, second[tensor].side].tensor
+                message = f"`{tensor}` stands beside `{first}`: which one is used differs"
             yield Finding(
-                "scale.stray", "error", f"`{tensor}` is no scale that engines take from this layer",
-                tensor=tensor, file=file_of(context, tensor),
-                expected="`<attention>.k_scale`, `.v_scale` or `.q_scale`", found=tensor,
+                "scale.stray", "error", message, tensor=tensor, file=file_of(context, tensor),
+                expected=f"`{context.name('<attention>', 'k')}` and the like", found=tensor,
+                fix="`kvq export --strip`, then `kvq export` with the model's calibration",
             )  # fmt: skip
 
 
@@ -118,7 +134,7 @@ def _zero(context: Context, tensor: str, leaf: str) -> bool:
     )
 
 
-@rule
+@rule()
 def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
     """A query scale in some layers leaves 1.0 in the others."""
     have = {scale.attention for scale in context.scales if scale.side == "q"}
@@ -126,12 +142,12 @@ def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
         if have and layer.attention not in have:
             yield Finding(
                 "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
-                layer.layer_idx, scale_name(layer.attention, "q"),
+                layer.layer_idx, context.name(layer.attention, "q"),
                 expected="a scale tensor", found="none",
             )  # fmt: skip
 
 
-@rule
+@rule()
 def looks_calibrated(context: Context) -> Iterator[Finding]:
     """Neither K nor V is one number throughout, unless the provenance says that was meant."""
     for side in ("k", "v"):
@@ -164,34 +180,53 @@ def _status(context: Context, scale: FoundScale) -> str | None:
     return context.provenance.status.get(scale.attention, {}).get(scale.side)
 
 
-@rule
+@rule()
 def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
     """Each scale is the one that the recorded amax gives: not inverted, swapped, lost or moved."""
     provenance = context.provenance
     if provenance is None:
         return
-    number_format = get_format(provenance.format)
     for scale in context.scales:
-        amax = provenance.observed(scale.attention, scale.side)
-        status = _status(context, scale)
         found = [float(v) for v in context.values.get(scale.tensor, _NONE).ravel()]
-        if status is None or not amax:
-            expected = None
-        elif status == "constant":
-            expected = [number_format.scale(FP8_E4M3.element.max)] * len(found)
-        else:
-            per_head = provenance.granularity == "head"
-            values = amax if per_head else [max(amax)]
-            expected = [number_format.scale(value * provenance.margin) for value in values]
+        amax = _recorded_amax(context, scale, len(found))
+        expected = None if amax is None else _stored(context, amax)
         if expected != found:
             yield Finding(
-                "provenance.scale", "error", f"`{scale.tensor}` does not follow from its amax",
+                "provenance.scale", "error",
+                f"`{scale.tensor}` does not follow from its amax{_why(context, found, amax)}",
                 scale.layer_idx, scale.tensor, file_of(context, scale.tensor),
-                _short(expected), _short(found),
+                _short(expected), _short(found), fix="`kvq export` again, from the calibration",
             )  # fmt: skip
 
 
-@rule
+def _recorded_amax(context: Context, scale: FoundScale, count: int) -> list[float] | None:
+    """Return the amax that a scale covers, margin included; None if none was recorded."""
+    provenance, status = context.provenance, _status(context, scale)
+    assert provenance is not None
+    amax = provenance.observed(scale.attention, scale.side)
+    if status is None or not amax:
+        return None
+    if status == "constant":
+        return [FP8_E4M3.element.max] * count
+    values = amax if provenance.granularity == "head" else [max(amax)]
+    return [value * provenance.margin for value in values]
+
+
+def _stored(context: Context, amax: list[float]) -> list[float]:
+    assert context.provenance is not None
+    number_format = get_format(context.provenance.format)
+    exact = np.array([number_format.scale(value) for value in amax], np.float32)
+    return [float(value) for value in context.dialect.stored(exact, context.view)]
+
+
+def _why(context: Context, found: list[float], amax: list[float] | None) -> str:
+    assert context.provenance is not None
+    divisor = get_format(context.provenance.format).scale_divisor
+    words = explain(found, amax, divisor) if amax and divisor else None
+    return f": {words}" if words else ""
+
+
+@rule()
 def weights_unchanged(context: Context) -> Iterator[Finding]:
     """The weights are those that were calibrated, if the provenance says which."""
     if context.provenance is None:
@@ -204,22 +239,40 @@ def weights_unchanged(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-@rule
+@rule()
 def matches_reference(context: Context) -> Iterator[Finding]:
     """With --against: the same scales, value by value, within rtol."""
     if context.reference is None:
         return
-    layers = {scale.tensor: scale.layer_idx for scale in context.scales}
-    for tensor in sorted(context.reference.keys() | layers.keys()):
-        expected = context.reference.get(tensor)
-        found = context.values.get(tensor)
+    for name in context.strangers:
+        yield Finding(
+            "reference.differs", "error", f"`{name}` of the reference is no scale of this model",
+            tensor=name, expected="a scale of one of its layers", found="none",
+        )  # fmt: skip
+    layers = {layer.attention: layer.layer_idx for layer in context.geometry.layers}
+    for attention, side in sorted(context.reference.keys() | context.by_side.keys()):
+        expected = context.reference.get((attention, side))
+        scale = context.by_side.get((attention, side))
+        found = None if scale is None else context.values.get(scale.tensor)
         have = None if found is None else [float(v) for v in found.ravel()]
         if expected is None or have is None or not _close(have, expected, context.rtol):
+            tensor = context.name(attention, side) if scale is None else scale.tensor
+            words = _against(context, have, expected)
             yield Finding(
-                "reference.differs", "error", f"`{tensor}` differs from the reference",
-                layers.get(tensor), tensor, file_of(context, tensor) if tensor in layers else None,
+                "reference.differs", "error",
+                f"`{tensor}` differs from the reference{words}", layers.get(attention), tensor,
+                None if scale is None else file_of(context, tensor),
                 _short(expected), _short(have),
+                fix="`kvq export` with the reference as --scales",
             )  # fmt: skip
+
+
+def _against(context: Context, found: list[float] | None, expected: list[float] | None) -> str:
+    divisor = get_format(context.dialect.declared(context.view).format or "fp8_e4m3").scale_divisor
+    if not found or not expected or not divisor:
+        return ""
+    words = explain(found, [value * divisor for value in expected], divisor)
+    return f": {words}" if words else ""
 
 
 def _close(found: list[float], expected: list[float], rtol: float) -> bool:

@@ -6,7 +6,7 @@ from kvq.checks.context import SUFFIXES, Context, file_of, rule
 from kvq.checks.findings import Finding
 
 
-@rule
+@rule()
 def index_agrees(context: Context) -> Iterator[Finding]:
     """Index, files and tensors say the same."""
     view = context.view
@@ -37,7 +37,7 @@ def index_agrees(context: Context) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-@rule
+@rule()
 def one_place_per_scale(context: Context) -> Iterator[Finding]:
     """No scale lies in two files, and nothing hides the shards from a loader."""
     view = context.view

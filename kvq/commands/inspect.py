@@ -44,7 +44,7 @@ def inspect(
 
     if engine:
         from kvq.engines.document import to_document
-        from kvq.pipeline.inspect import read_engines
+        from kvq.pipeline.predict import read_engines
 
         options = engine_options(kv_cache_dtype, platform, tp, kv_cache_dtype_skip_layers)
         readings = read_engines(path, engine, options, engine_version)

@@ -5,97 +5,92 @@ symmetric, strategy `tensor` or `attn_head`; anything else is an error there) an
 `quantizers/quantizer_compressed_tensors.py` (wraps the cache; scales are cast to the load dtype).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from kvq.checkpoint import CheckpointView
-from kvq.dialects.base import DialectPlan, FoundScale
+from kvq.checkpoint import CONFIG_NAME, CheckpointView
+from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.documents import LEGACY_NAME, at_place, other_method
+from kvq.dialects.spellings import SPELLINGS
 from kvq.errors import DialectError
-from kvq.geometry import Geometry
-from kvq.scales import LayerScales, ScaleSet
+from kvq.scales import ScaleSet
 
 STRATEGY = {"tensor": "tensor", "head": "attn_head"}
 SCHEMA_VERSION = "0.20.0"  # of compressed-tensors, whose schema this is
+_TYPES = {"fp8_e4m3": "float", "int8": "int"}  # of `kv_cache_scheme`, all of 8 bits
 
 _REASON = {
-    "int8": "vLLM accepts only 8-bit floats in `kv_cache_scheme`",
-    "nvfp4": "compressed-tensors has no NVFP4 cache scheme that vLLM reads",
+    "int8": "vLLM accepts only 8-bit floats in `kv_cache_scheme`; transformers alone runs INT8",
+    "nvfp4": "compressed-tensors has no NVFP4 cache scheme that an engine reads",
 }
-
-
-def scale_name(attention: str, side: str) -> str:
-    """Return the tensor name of a scale.
-
-    vLLM puts its scales below a module `attn` inside of the attention module, and takes a name that
-    ends in `.attn.k_scale` for one that says so already: where the attention module itself is
-    called `attn` (GPT-2), it must be written out (`layers/quantization/base_config.py`).
-    """
-    inner = ".attn" if attention.endswith(".attn") else ""
-    return f"{attention}{inner}.{side}_scale"
 
 
 class CompressedTensors:
     """The dialect of llm-compressor, read by vLLM, SGLang and transformers."""
 
     name = "compressed-tensors"
+    spelling = "attention"
 
-    def plan(
-        self, scales: ScaleSet, view: CheckpointView, attention_class: str | None
-    ) -> DialectPlan:
-        """Return tensors and configuration for FP8 scales.
+    def plan(self, scales: ScaleSet, view: CheckpointView, target: Target) -> DialectPlan:
+        """Return tensors and configuration.
 
         Raises:
             DialectError: the format or the base's own quantization cannot be expressed.
         """
-        if scales.format != "fp8_e4m3":
-            reason = _REASON.get(scales.format, "vLLM reads only FP8 E4M3 caches in this dialect")
+        only_transformers = target.engines == ("transformers",)
+        if scales.format not in _TYPES or (scales.format == "int8" and not only_transformers):
+            reason = _REASON.get(scales.format, "engines read only FP8 E4M3 in this dialect")
             raise DialectError(
                 f"`{scales.format}` cannot be written as compressed-tensors: {reason}",
                 code="dialect.format",
                 hint="export the same calibration as FP8: --kv-cfg FP8_KV_CFG",
             )
         base = _base_config(view)
-        scheme = _scheme(STRATEGY[scales.granularity])
+        scheme = _scheme(_TYPES[scales.format], STRATEGY[scales.granularity])
         if scales.has_query:
-            base["config_groups"] = _with_attention(base["config_groups"], scheme, attention_class)
+            groups = base["config_groups"]
+            base["config_groups"] = _with_attention(groups, scheme, target.attention_class)
         base["kv_cache_scheme"] = scheme
         if scales.granularity == "head":
-            _check_heads(scales, view)
+            _check_heads(scales)
         shape = (-1, 1, 1) if scales.granularity == "head" else (1,)
         tensors = {
-            scale_name(layer.attention, side): np.array(values, np.float32).reshape(shape)
+            SPELLINGS[self.spelling].tensor(layer.attention, side): (
+                np.array(values, np.float32).reshape(shape)
+            )
             for layer in scales.layers
             for side, values in layer.scales.items()
         }
-        return DialectPlan(tensors, base)
+        place = view.quantization_config_place or "quantization_config"
+        return DialectPlan(tensors, {CONFIG_NAME: at_place(view.config, place, base)}, scales)
 
-    def read(self, view: CheckpointView, geometry: Geometry) -> ScaleSet:
-        """Return the scales of all layers, as they are; a layer may have none."""
-        found = self.find(view, geometry)
-        per_head = view.kv_cache_scheme.get("strategy") == STRATEGY["head"]
-        layers = []
-        for layer in geometry.layers:
-            scales = {
-                scale.side: tuple(float(value) for value in view.read(scale.tensor).ravel())
-                for scale in found
-                if scale.attention == layer.attention
-            }
-            status = dict.fromkeys(scales, "unknown")
-            layers.append(LayerScales(layer.layer_idx, layer.attention, scales, status))
-        return ScaleSet("fp8_e4m3", "head" if per_head else "tensor", tuple(layers))
+    def declared(self, view: CheckpointView) -> Declared:
+        """Return format and granularity of `kv_cache_scheme`."""
+        scheme = view.kv_cache_scheme
+        per_head = scheme.get("strategy") == STRATEGY["head"]
+        formats = {("float", 8): "fp8_e4m3", ("int", 8): "int8"}
+        kind, bits = scheme.get("type"), scheme.get("num_bits")
+        key = (kind, bits) if isinstance(kind, str) and isinstance(bits, int) else None
+        return Declared(formats.get(key) if key else None, "head" if per_head else "tensor")
 
-    def find(self, view: CheckpointView, geometry: Geometry) -> tuple[FoundScale, ...]:
-        """Return the scales stored under the names of `scale_name`."""
-        return tuple(
-            FoundScale(layer.layer_idx, layer.attention, side, name)
-            for layer in geometry.layers
-            for side in ("q", "k", "v")
-            if (name := scale_name(layer.attention, side)) in view.tensors
-        )
+    def stored(self, values: np.ndarray, view: CheckpointView) -> np.ndarray:
+        """Return the values themselves: they are stored and read in float32."""
+        return values
+
+    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+        """Return config.json without cache scheme and attention groups."""
+        place, config = view.quantization_config_place, view.quantization_config
+        if place is None or config is None:
+            return {}
+        groups = {name: group for name, group in view.config_groups.items() if group.get("weights")}
+        kept = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
+        rest = {**kept, "config_groups": groups} if groups else None
+        return {CONFIG_NAME: at_place(view.config, place, rest)}
 
 
-def _check_heads(scales: ScaleSet, view: CheckpointView) -> None:
+def _check_heads(scales: ScaleSet) -> None:
     """Refuse per-head scales where layers differ: vLLM divides by config.json's one number.
 
     Source: vLLM `compressed_tensors.py`, `_tp_aware_loader`.
@@ -110,14 +105,14 @@ def _check_heads(scales: ScaleSet, view: CheckpointView) -> None:
         )
 
 
-def _scheme(strategy: str) -> dict[str, Any]:
+def _scheme(kind: str, strategy: str) -> dict[str, Any]:
     return {
         "dynamic": False,
         "group_size": None,
         "num_bits": 8,
         "strategy": strategy,
         "symmetric": True,
-        "type": "float",
+        "type": kind,
     }
 
 
@@ -125,8 +120,8 @@ def _base_config(view: CheckpointView) -> dict[str, Any]:
     """Return the checkpoint's own configuration to extend, or that of an unquantized one."""
     base = view.quantization_config
     if base is None:
-        if (view.root / "hf_quant_config.json").exists():
-            raise _other_method("modelopt (`hf_quant_config.json`)")
+        if (view.root / LEGACY_NAME).exists():
+            raise other_method(f"modelopt (`{LEGACY_NAME}`)", "modelopt")
         return {
             "config_groups": {},
             "format": "dense",
@@ -139,29 +134,13 @@ def _base_config(view: CheckpointView) -> dict[str, Any]:
             "version": SCHEMA_VERSION,
         }
     if base.get("quant_method") != "compressed-tensors":
-        raise _other_method(str(base.get("quant_method")))
-    if view.quantization_config_place != "quantization_config":
-        raise DialectError(
-            f"the checkpoint declares its quantization under `{view.quantization_config_place}`; "
-            "one written at the top level would hide it",
-            code="dialect.base_place",
-            hint="move it to the top level of config.json first",
-        )
+        raise other_method(str(base.get("quant_method")), None)
     groups = base.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise DialectError(
             "`config_groups` of the checkpoint is not an object of objects", code="dialect.base"
         )
     return {**base, "config_groups": groups, "quantization_status": "compressed"}
-
-
-def _other_method(method: str) -> DialectError:
-    return DialectError(
-        f"the checkpoint is quantized with `{method}`; compressed-tensors scales added to it would "
-        "not be read",
-        code="dialect.base",
-        hint="export onto the unquantized or a compressed-tensors checkpoint of the model",
-    )
 
 
 def _with_attention(

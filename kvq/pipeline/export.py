@@ -19,7 +19,7 @@ from kvq.checkpoint import (
 )
 from kvq.configs import get_config, with_granularity
 from kvq.dialects import get_dialect
-from kvq.dialects.base import DialectPlan
+from kvq.dialects.base import DialectPlan, Target
 from kvq.errors import CheckpointError, DialectError
 from kvq.files import MARKER
 from kvq.geometry import Geometry, read_geometry, text_config
@@ -108,7 +108,8 @@ def plan_export(
         entries = with_granularity(entries, granularity)
     scales = compute_scales(calibration, entries)
     name = "compressed-tensors" if dialect == "auto" else dialect
-    written = get_dialect(name).plan(scales, view, calibration.model.get("attention_class"))
+    target = Target(tuple(engines), calibration.model.get("attention_class"))
+    written = get_dialect(name).plan(scales, view, target)
     return _assemble(view, calibration, scales, written, name, unread)
 
 
@@ -224,7 +225,7 @@ def _assemble(
         scale_shard=scale_shard,
         tensors=written.tensors,
         metadata=_metadata(calibration, scales, dialect),
-        config={**view.config, "quantization_config": dict(written.quantization_config)},
+        config=dict(written.documents[CONFIG_NAME]),
         weight_map=weight_map,
         total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
         side_files=_side_files(view),

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
-from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
-from kvq.engines import get_engines
-from kvq.engines.base import EngineOptions, EngineReading
-from kvq.errors import CalibrationError, InputError
-from kvq.formats import FP8_E4M3
+from kvq.dialects import dialect_of, find, read_scales
+from kvq.dialects.base import Dialect
+from kvq.dialects.spellings import SPELLINGS, FoundScales
+from kvq.errors import CalibrationError
+from kvq.formats import get_format
 from kvq.geometry import Geometry, read_geometry
 from kvq.outliers import KeyTraits, advice, amax_flags, bias_flags, read_key_traits
 from kvq.provenance import Provenance, read_provenance
@@ -25,10 +25,7 @@ from kvq.scales import SHORT, compute_scales
 from kvq.state import Calibration, Module, is_calibration, read_calibration
 from kvq.tree import attention_lines, calibration_tree, render_tree
 
-OTHER_SPELLINGS = re.compile(
-    r"\.(k_proj|qkv_proj|attn|kv_b_proj)\.k_scale$|\.v_proj\.v_scale$|\.[kv]_proj\.output_scale$"
-    r"|\.kv_scale$|\.[kv]_cache\.scale$"
-)
+SHORT_FORMAT = {"fp8_e4m3": "fp8"}
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -43,6 +40,7 @@ class LayerRow:
     tokens: int | None
     flags: tuple[str, ...]
     traits: KeyTraits | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)  # side → name of the scale
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,9 @@ class Inspection:
     def scales(self) -> dict[str, Any]:
         """Return the scales document that `verify --against` reads."""
         named = {
-            scale_name(row.attention, side): numbers[0] if len(numbers) == 1 else numbers
+            row.tensors.get(side, SPELLINGS["attention"].tensor(row.attention, side)): (
+                numbers[0] if len(numbers) == 1 else numbers
+            )
             for row in self.rows
             for side, values in row.scale.items()
             for numbers in [_json_numbers(values)]
@@ -95,25 +95,6 @@ def inspect(path: Path) -> Inspection:
     if os.path.isdir(path) and is_calibration(path):  # False for a name that is no path
         return inspect_calibration(read_calibration(path))
     return _inspect_checkpoint(open_checkpoint(path))
-
-
-def read_engines(
-    path: Path, names: Sequence[str], options: EngineOptions, version: str | None = None
-) -> tuple[EngineReading, ...]:
-    """Predict from a checkpoint's files which scales engines would use.
-
-    Raises:
-        KvqError: the path is no checkpoint folder, or an engine or its version is not known.
-    """
-    engines = get_engines(names, version)
-    view = open_checkpoint(path)
-    if not view.config:
-        raise InputError(
-            f"`{path}` is a single file; an engine reads the folder with its config.json",
-            code="inspect.not_folder",
-        )
-    geometry = read_geometry(view.config, view.tensors)
-    return tuple(engine.read(view, geometry, options) for engine in engines.values())
 
 
 def inspect_calibration(calibration: Calibration) -> Inspection:
@@ -170,22 +151,26 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
     if not view.config:
         return _inspect_file(view)
     geometry = read_geometry(view.config, view.tensors)
-    dialect = CompressedTensors()
-    scales = dialect.read(view, geometry)
-    provenance = read_provenance(view, [scale.tensor for scale in dialect.find(view, geometry)])
+    dialect, found = dialect_of(view), find(view, geometry)
+    scales = read_scales(view, geometry, found)
+    number_format = get_format(scales.format)
+    provenance = read_provenance(view, [scale.tensor for scale in found.scales])
     rows = []
     for layer in scales.layers:
         amax = {
-            side: _recorded(provenance, layer.attention, side) or FP8_E4M3.amax(max(values))
+            side: _recorded(provenance, layer.attention, side) or number_format.amax(max(values))
             for side, values in layer.scales.items()
             if values
         }
         tokens = provenance.tokens.get(layer.attention) if provenance else None
+        tensors = {s.side: s.tensor for s in found.scales if s.attention == layer.attention}
         rows.append(LayerRow(layer.layer_idx, layer.attention, amax, layer.scales, tokens, (),
-                             read_key_traits(view, layer.attention)))  # fmt: skip
+                             read_key_traits(view, layer.attention), tensors))  # fmt: skip
     flagged = _flagged(rows, provenance.skip_layers if provenance else ())
-    tree = _attention_trees(view, geometry, flagged, provenance)
-    return Inspection("checkpoint", tree, flagged, _summary(view, geometry, flagged))
+    config = QuantizerConfig(scales.format, scales.granularity)
+    tree = _attention_trees(geometry, flagged, provenance, config)
+    summary = _summary(view, geometry, flagged, _kv_words(view, geometry, dialect, found))
+    return Inspection("checkpoint", tree, flagged, summary)
 
 
 def _recorded(provenance: Provenance | None, attention: str, side: str) -> float | None:
@@ -196,14 +181,12 @@ def _recorded(provenance: Provenance | None, attention: str, side: str) -> float
 
 
 def _attention_trees(
-    view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...],
-    provenance: Provenance | None,
+    geometry: Geometry, rows: tuple[LayerRow, ...], provenance: Provenance | None,
+    config: QuantizerConfig,
 ) -> str:  # fmt: skip
     family = geometry.architecture.removesuffix("ForCausalLM")
     recorded = provenance.attention_class if provenance else None
     name = recorded or f"{family}Attention [derived name]"
-    granularity = "head" if view.kv_cache_scheme.get("strategy") == "attn_head" else "tensor"
-    config = QuantizerConfig("fp8_e4m3", granularity)
     parts = []
     for layer, row in zip(geometry.layers, rows, strict=True):
         enabled = {}
@@ -212,7 +195,7 @@ def _attention_trees(
             if values and "skipped" not in row.flags:
                 recorded_amax = provenance.amax.get(f"{row.attention}.{quantizer}") if (
                     provenance and layer.kv_lora_rank is not None) else None  # fmt: skip
-                amax = recorded_amax or [FP8_E4M3.amax(value) for value in values]
+                amax = recorded_amax or [config.number_format.amax(value) for value in values]
                 enabled[quantizer] = (config, np.array(amax))
         path, _, leaf = row.attention.rpartition(".")
         lines = attention_lines(leaf, layer.quantizers, enabled)
@@ -222,9 +205,24 @@ def _attention_trees(
     return "\n".join(parts)
 
 
-def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...]) -> str:
+def _kv_words(
+    view: CheckpointView, geometry: Geometry, dialect: Dialect, found: FoundScales
+) -> str:
+    """Return what there is of scales: format, layers, and names that are not the dialect's."""
+    have = {(scale.attention, scale.side) for scale in found.scales}
+    pairs = sum({(x.attention, "k"), (x.attention, "v")} <= have for x in geometry.layers)
+    if pairs == 0 and not have:
+        return "KV scales: none; an fp8 cache would run at scale 1.0"
+    declared = dialect.declared(view).format
+    name = SHORT_FORMAT.get(declared or "", declared or "undeclared")
+    foreign = [x for x in found.scales if SPELLINGS[dialect.spelling].tensor(
+        x.attention, x.side) != x.tensor]  # fmt: skip
+    spelt = f", {len(foreign)} spelt as `{min(x.tensor for x in foreign)}`" if foreign else ""
+    return f"KV scales: {name}, {pairs} of {len(geometry.layers)} layers{spelt}"
+
+
+def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...], kv: str) -> str:
     config = view.quantization_config or {}
-    pairs = sum(1 for row in rows if "k" in row.scale and "v" in row.scale)
     quantized = any(group.get("weights") for group in view.config_groups.values())
     method = config.get("quant_method")
     weights = config.get("format") if quantized else None
@@ -234,13 +232,6 @@ def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...
     weights = weights or SHORT_DTYPE.get(dtype, dtype)
     skipped = geometry.uncached
     without = f"; {len(skipped)} layers keep no KV cache" if skipped else ""
-    others = [name for name in view.tensors if OTHER_SPELLINGS.search(name)]
-    if pairs == 0 and others:
-        kv = f"KV scales: {len(others)} under names this version does not read (`{min(others)}`)"
-    elif pairs == 0:
-        kv = "KV scales: none; an fp8 cache would run at scale 1.0"
-    else:
-        kv = f"KV scales: fp8, {pairs} of {len(geometry.layers)} layers"
     drafts = f"; {len(geometry.drafts)} draft layers without scales" if geometry.drafts else ""
     return f"{kv}; weights {weights}{without}{drafts}{_outlook(rows)}"
 

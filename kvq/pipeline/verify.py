@@ -8,24 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from kvq.checkpoint import CheckpointView, open_checkpoint
-from kvq.checks import RULES
-from kvq.checks.context import Context, Rule
+from kvq.checks import rules_for
+from kvq.checks.context import Context
 from kvq.checks.engines import engine_findings
 from kvq.checks.findings import Finding, Report
-from kvq.configs import KV, Q, QuantizerEntry
-from kvq.dialects.base import FoundScale
-from kvq.dialects.compressed_tensors import CompressedTensors, scale_name
+from kvq.dialects import dialect_of, find
 from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import CheckpointError, InputError
-from kvq.files import read_json
-from kvq.formats import FP8_E4M3
 from kvq.geometry import Geometry, read_geometry
 from kvq.pipeline.probe import live_findings, probe
-from kvq.provenance import Provenance, read_provenance
-from kvq.quantizers import QuantizerConfig
-from kvq.scales import ScaleSet, compute_scales
-from kvq.state import Calibration, is_calibration, read_calibration
+from kvq.pipeline.reference import Compared, read_reference
+from kvq.provenance import read_provenance
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,8 @@ def verify(
         )
     geometry = read_geometry(view.config, view.tensors)
     context, findings = _context(view, geometry, against, rtol)
-    rules = _rules(view) if ask and ask.names else RULES
-    findings += [finding for rule in rules for finding in rule(context)]
+    rules = rules_for(context, engine_asked=bool(ask and ask.names))
+    findings += [finding for rule in rules for finding in rule.check(context)]
     readings: tuple[EngineReading, ...] = ()
     if ask is not None:
         constant = context.provenance is not None and context.provenance.constant
@@ -95,39 +89,23 @@ def verify(
 def _context(
     view: CheckpointView, geometry: Geometry, against: Path | None, rtol: float
 ) -> tuple[Context, list[Finding]]:
-    scales = CompressedTensors().find(view, geometry)
-    provenance = read_provenance(view, [scale.tensor for scale in scales])
-    drafts = tuple(
-        FoundScale(geometry.num_hidden_layers, path, side, name)
-        for path in geometry.drafts
-        for side in ("k", "v")
-        if (name := scale_name(path, side)) in view.tensors
-    )
-    values, unreadable = _read_values(view, [scale.tensor for scale in scales + drafts])
+    found = find(view, geometry)
+    provenance = read_provenance(view, [scale.tensor for scale in found.scales])
+    compared = Compared(view, geometry, found, provenance)
+    reference = None if against is None else read_reference(against, compared)
+    values, unreadable = _read_values(view, [scale.tensor for scale in found.all])
     context = Context(
         view=view,
         geometry=geometry,
-        scales=scales,
+        dialect=dialect_of(view),
+        found=found,
         values=values,
         provenance=provenance,
-        reference=None if against is None else read_reference(against, view, scales, provenance),
+        reference=None if reference is None else reference.values,
+        strangers=() if reference is None else reference.strangers,
         rtol=rtol,
-        drafts=drafts,
-        by_side={(scale.attention, scale.side): scale for scale in scales},
     )
     return context, unreadable
-
-
-def _rules(view: CheckpointView) -> Sequence[Rule]:
-    """Return the rules that apply where an engine is asked as well.
-
-    Most speak of compressed-tensors' names; what other names mean, the engine's reading says.
-    """
-    method = (view.quantization_config or {}).get("quant_method")
-    legacy = view.quantization_config is None and (view.root / "hf_quant_config.json").exists()
-    if legacy or method not in (None, "compressed-tensors"):
-        return [rule for rule in RULES if rule.__module__ == "kvq.checks.shards"]
-    return RULES
 
 
 def _ask(
@@ -159,75 +137,3 @@ def _read_values(
         except CheckpointError as error:
             findings.append(Finding("scale.unreadable", "error", str(error), tensor=name))
     return values, findings
-
-
-def read_reference(
-    path: Path, view: CheckpointView, scales: Sequence[FoundScale], provenance: Provenance | None
-) -> dict[str, list[float]]:
-    """Return tensor name → values from a calibration, a checkpoint or a scales JSON file.
-
-    A calibration holds amax per head; the checkpoint in question says which scales to derive from
-    it: per tensor or head, with or without the query, constant where its provenance says so.
-    """
-    if path.is_file() and path.suffix == ".json":
-        return _reference_json(path)
-    if path.is_dir() and is_calibration(path):
-        return _reference_calibration(read_calibration(path), view, scales, provenance)
-    view = open_checkpoint(path)
-    geometry = read_geometry(view.config, view.tensors)
-    found = CompressedTensors().read(view, geometry)
-    if not any(layer.scales for layer in found.layers):
-        raise InputError(f"the reference `{path}` holds no scales", code="reference.no_scales")
-    return _by_tensor(found)
-
-
-def _by_tensor(scales: ScaleSet) -> dict[str, list[float]]:
-    return {
-        scale_name(layer.attention, side): list(values)
-        for layer in scales.layers
-        for side, values in layer.scales.items()
-    }
-
-
-def _reference_calibration(
-    calibration: Calibration,
-    view: CheckpointView,
-    scales: Sequence[FoundScale],
-    provenance: Provenance | None,
-) -> dict[str, list[float]]:
-    per_head = view.kv_cache_scheme.get("strategy") == "attn_head"
-    queries = any(scale.side == "q" for scale in scales)
-    entries = (
-        QuantizerEntry(
-            KV + Q if queries else KV,
-            QuantizerConfig("fp8_e4m3", "head" if per_head else "tensor"),
-        ),
-    )
-    derived = _by_tensor(compute_scales(calibration, entries))
-    for attention, sides in (provenance.status if provenance else {}).items():
-        for side, status in sides.items():
-            name = scale_name(attention, side)
-            if status == "constant" and name in derived:
-                constant = FP8_E4M3.scale(FP8_E4M3.element.max)
-                derived[name] = [constant] * len(derived[name])
-    return derived
-
-
-def _reference_json(path: Path) -> dict[str, list[float]]:
-    document = read_json(path)
-    scales = document.get("scales")
-    if document.get("schema") != 1 or not isinstance(scales, dict):
-        raise InputError(
-            f"`{path}` is not a scales file",
-            code="reference.invalid",
-            hint='expected {"schema": 1, "scales": {NAME: NUMBER}}, as `kvq inspect --scales '
-            "--json` prints",
-        )
-    values = {name: value if isinstance(value, list) else [value] for name, value in scales.items()}
-    for name, numbers in values.items():
-        if not all(type(number) in (int, float) and abs(number) < 1e38 for number in numbers):
-            raise InputError(
-                f"`{name}` in `{path}` is not a number or a list of numbers",
-                code="reference.invalid",
-            )
-    return values

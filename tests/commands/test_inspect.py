@@ -142,7 +142,9 @@ def test_scales_under_other_names_are_not_called_absent(kvq, checkpoints, tmp_pa
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
     out = kvq("inspect", tmp_path).out
-    assert "1 under names this version does not read (`model.layers.0.self_attn.k_proj" in out
+    assert "KV scales: undeclared, 0 of 2 layers" in out
+    shown = kvq("inspect", tmp_path, "--scales", "--json").json
+    assert shown["scales"] == {"model.layers.0.self_attn.k_proj.k_scale": 1.0}
 
 
 def test_a_checkpoint_of_the_bare_decoder_has_its_own_paths_in_the_tree(kvq, rows, tmp_path):

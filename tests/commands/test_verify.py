@@ -79,7 +79,7 @@ def test_a_wrong_scale_is_found_and_named(kvq, exported, change, code, tensor):
         (lambda c: c["quantization_config"].update(config_groups=[1]), "config.groups"),
         (lambda c: c["quantization_config"].update(
             config_groups={"g": {"targets": ["re:.*self_attn"], "weights": None}}), "config.group"),
-        (lambda c: c["quantization_config"].update(quant_method="fp8"), "config.quant_method"),
+        (lambda c: c["quantization_config"].update(quant_method="awq"), "config.quant_method"),
         (lambda c: c["quantization_config"]["kv_cache_scheme"].update(num_bits=4), "config.scheme"),
         (lambda c: c["quantization_config"]["kv_cache_scheme"].update(type="int"), "config.scheme"),
         (lambda c: c["quantization_config"]["kv_cache_scheme"].update(dynamic=True),

@@ -2,7 +2,7 @@ import pytest
 
 from kvq.checkpoint import open_checkpoint
 from kvq.configs import get_config
-from kvq.dialects import DIALECTS, get_dialect
+from kvq.dialects import DIALECTS, get_dialect, read_scales
 from kvq.errors import DialectError
 from kvq.geometry import read_geometry
 from kvq.scales import compute_scales
@@ -18,7 +18,7 @@ def test_what_is_planned_and_written_reads_back(calibrated, exported, kv_cfg):
     _, calibration = calibrated("gemma3", "--kv-cfg", kv_cfg)
     planned = compute_scales(read_calibration(calibration), get_config(kv_cfg))
     view = open_checkpoint(checkpoint)
-    found = get_dialect("compressed-tensors").read(view, read_geometry(view.config, view.tensors))
+    found = read_scales(view, read_geometry(view.config, view.tensors))
     assert (found.format, found.granularity) == (planned.format, planned.granularity)
     assert [(layer.attention, layer.scales) for layer in found.layers] == [
         (layer.attention, layer.scales) for layer in planned.layers
