@@ -210,8 +210,8 @@ def _alive(pid: int) -> bool:
 
 def _sync(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        if path.is_symlink():
-            continue
+        if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):
+            continue  # a link to a file that was there before
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -27,6 +27,8 @@ class Provenance:
     status: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     margin: float = 1.0
     skip_layers: tuple[int, ...] = ()
+    calibration: str | None = None
+    exported_onto: str | None = None  # fingerprint of other weights, where that was asked for
 
     @property
     def constant(self) -> bool:
@@ -65,7 +67,8 @@ def _parse(record: dict[str, Any], where: str) -> Provenance:
         known = {key: record[key] for key in Provenance.__annotations__ if key in record}
         found = Provenance(**known)
         strings = (found.format, found.granularity, found.weight_fingerprint)
-        named = found.attention_class is None or isinstance(found.attention_class, str)
+        optional = (found.attention_class, found.calibration, found.exported_onto)
+        named = all(value is None or isinstance(value, str) for value in optional)
         words = [word for sides in found.status.values() for word in sides.values()]
         sound = (
             named

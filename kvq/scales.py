@@ -1,6 +1,6 @@
 """Amax to scale: `scale = amax / scale_divisor` in float32, the dequantization multiplier."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvq.configs import QuantConfig, resolve
@@ -45,9 +45,14 @@ def compute_scales(calibration: Calibration, entries: QuantConfig) -> ScaleSet:
         CalibrationError: a quantizer of the configuration was not observed, or its amax is zero
             or not finite; the message names the layer.
     """
-    names = [
-        f"{layer.attention}.{name}" for layer in calibration.layers for name in layer.quantizers
-    ]
+    return layer_scales(calibration.layers, entries, calibration.margin)
+
+
+def layer_scales(
+    layers: Sequence[LayerStats], entries: QuantConfig, margin: float = 1.0
+) -> ScaleSet:
+    """Return the same from the statistics alone."""
+    names = [f"{layer.attention}.{name}" for layer in layers for name in layer.quantizers]
     quantizers = resolve(entries, names)
     enabled = [config for config in quantizers.values() if config is not None]
     kinds = {(config.format, config.granularity) for config in enabled}
@@ -56,8 +61,7 @@ def compute_scales(calibration: Calibration, entries: QuantConfig) -> ScaleSet:
             f"the configuration mixes {sorted(kinds)}; one format and granularity is expected",
             code="scales.mixed",
         )
-    layers = tuple(_layer(layer, quantizers, calibration.margin) for layer in calibration.layers)
-    return ScaleSet(*kinds.pop(), layers)
+    return ScaleSet(*kinds.pop(), tuple(_layer(layer, quantizers, margin) for layer in layers))
 
 
 def _layer(

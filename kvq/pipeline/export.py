@@ -1,9 +1,8 @@
 """Plan an export: which scales go where, and what happens to every file of the source."""
 
 import json
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,22 @@ import kvq
 from kvq.checkpoint import (
     CONFIG_NAME,
     INDEX_NAME,
+    SINGLE_NAME,
     CheckpointView,
     open_checkpoint,
     weight_fingerprint,
 )
-from kvq.configs import get_config, with_granularity
-from kvq.dialects import get_dialect
-from kvq.dialects.base import DialectPlan, Target
-from kvq.errors import CheckpointError, DialectError
+from kvq.dialects import dialect_of, find, get_dialect
+from kvq.dialects.base import Dialect, DialectPlan, Target
+from kvq.dialects.documents import LEGACY_NAME, other_method
+from kvq.errors import CheckpointError
 from kvq.files import MARKER
-from kvq.geometry import Geometry, read_geometry, text_config
-from kvq.outliers import skip_flag
-from kvq.quantizers import QUERY
-from kvq.scales import ScaleSet, compute_scales
-from kvq.state import Calibration, read_calibration
+from kvq.geometry import Geometry, read_geometry
+from kvq.pipeline.convert import Wanted
+from kvq.pipeline.scale_source import ScaleSource, read_source
+from kvq.scales import ScaleSet
 
-_REPLACED = (MARKER, "hf_quant_config.json", INDEX_NAME, CONFIG_NAME)
-
-
-SERVE = {
-    "vllm": "vllm serve",
-    "sglang": "python -m sglang.launch_server --model-path",
-    "tensorrt-llm": "trtllm-serve",
-    "transformers": "transformers serve",
-}
+_OWN = (MARKER, INDEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -50,154 +41,157 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Everything an export will do, as plain data."""
+    """Everything an export will do, as plain data.
+
+    `documents` are JSON files to write, whole, by name; `scale_shard` is None where no tensor is
+    added, and `weight_map` where no index is written. `unread` says why the dialect's own reader
+    would not use the scales as meant.
+    """
 
     shards: tuple[Shard, ...]
-    scale_shard: str
+    scale_shard: str | None
     tensors: Mapping[str, np.ndarray]
     metadata: Mapping[str, str]
+    documents: Mapping[str, Mapping[str, Any]]
     config: Mapping[str, Any]
-    weight_map: Mapping[str, str]
+    weight_map: Mapping[str, str] | None
     total_size: int
     side_files: tuple[str, ...]
     notices: tuple[str, ...]
-    scales: ScaleSet
+    dialect: str | None
+    scales: ScaleSet | None = None
     skip_layers: tuple[int, ...] = ()
-
-    def serve_command(self, out: Path, engine: str = "vllm") -> str:
-        """Return the command that serves the result, with what a checkpoint cannot carry."""
-        flags = [skip_flag(self.skip_layers)] if self.skip_layers and engine == "vllm" else []
-        return " ".join([SERVE.get(engine, engine), shlex.quote(str(out)), *flags])
+    unread: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that `--dry-run --json` prints."""
         return {
+            "dialect": self.dialect,
             "shards": [vars(shard) | {"drop": list(shard.drop)} for shard in self.shards],
             "scale_shard": self.scale_shard,
             "scales": {name: scale.ravel().tolist() for name, scale in self.tensors.items()},
-            "quantization_config": self.config["quantization_config"],
+            "quantization_config": self.config.get("quantization_config"),
+            "documents": sorted(self.documents),
             "side_files": list(self.side_files),
             "notices": list(self.notices),
         }
 
 
-def plan_export(
-    model: Path, calibration_path: Path, *, kv_cfg: str | None = None,
-    granularity: str | None = None, dialect: str = "auto", allow_unread: bool = False,
-    engines: Sequence[str] = ("vllm",),
-) -> ExportPlan:  # fmt: skip
+@dataclass(frozen=True)
+class ExportOptions:
+    """How scales are to be written.
+
+    Args:
+        wanted: configuration and granularity, each perhaps left out.
+        dialect: its name, or `auto` for the one that the checkpoint speaks.
+        engines: who must read the result.
+        tp: number of GPUs, for dialects that list scales for each.
+        for_other_weights: write scales of other weights than the checkpoint's, and record it.
+    """
+
+    wanted: Wanted = field(default_factory=Wanted)
+    dialect: str = "auto"
+    engines: tuple[str, ...] = ("vllm",)
+    tp: int = 1
+    for_other_weights: bool = False
+
+
+def plan_export(model: Path, scales_path: Path, options: ExportOptions) -> ExportPlan:
     """Plan an export without writing anything.
 
-    With `allow_unread`, scales that one of `engines` would not read are planned nevertheless.
+    Args:
+        model: the checkpoint folder to add scales to.
+        scales_path: a calibration, a checkpoint with scales, or a scales JSON file.
+        options: how.
 
     Raises:
         KvqError: whatever would make the result wrong or unreadable, with the way that works.
     """
-    calibration = read_calibration(calibration_path)
     view = open_checkpoint(model)
-    geometry = check_same_model(calibration, view)
-    unread = _unread(geometry, view.config) if "vllm" in engines else None
-    if unread and not allow_unread:
-        raise DialectError(
-            unread,
-            code="export.unread",
-            hint="--allow-unread writes the scales nevertheless, for engines that read them",
-        )
-    entries = get_config(kv_cfg or calibration.kv_cfg)
-    if granularity is not None:
-        entries = with_granularity(entries, granularity)
-    scales = compute_scales(calibration, entries)
-    name = "compressed-tensors" if dialect == "auto" else dialect
-    target = Target(tuple(engines), calibration.model.get("attention_class"))
-    written = get_dialect(name).plan(scales, view, target)
-    return _assemble(view, calibration, scales, written, name, unread)
-
-
-# Models whose vLLM class builds attention without the checkpoint's quantization, so that scale
-# tensors have no place: loading fails.
-_NO_PLACE = ("jamba", "lfm2", "zamba2")
-
-
-def _unread(geometry: Geometry, config: Mapping[str, Any]) -> str | None:
-    """Return why vLLM would not read the scales as meant, None if it would. Seen with 0.32."""
-    model_type = text_config(config).get("model_type")
-    if model_type == "minicpm3":
-        return (
-            "vLLM 0.32 caches MiniCPM3's expanded keys and values, and would apply the scale of "
-            "the latent row to them"
-        )
-    if geometry.is_mla:
-        return (
-            f"`{geometry.architecture}` caches a latent row (MLA): vLLM 0.32 reads no scale of "
-            "such a layer under any name, and an fp8 cache would run at scale 1.0"
-        )
-    if model_type in _NO_PLACE:
-        return f"vLLM 0.32 has no place for scales in `{geometry.architecture}` and fails to load"
-    return None
-
-
-def check_same_model(calibration: Calibration, view: CheckpointView) -> Geometry:
-    """Return the checkpoint's geometry; refuse scales of another architecture or other weights."""
     geometry = read_geometry(view.config, view.tensors)
-    if calibration.model["architecture"] != geometry.architecture:
+    source = _same_weights(read_source(scales_path, options.wanted, view), view, options)
+    dialect = _dialect(view, source.scales, options)
+    target = Target(options.engines, source.attention_class, options.tp)
+    written = dialect.plan(source.scales, view, target)
+    metadata = _metadata(source, written.stored, dialect.name) if written.tensors else {}
+    plan = _assemble(view, geometry, written, metadata, carry=dialect.name)
+    notices = (*source.notices, *plan.notices, *written.losses)
+    return replace(
+        plan, notices=notices, skip_layers=source.skip_layers, dialect=dialect.name,
+        scales=written.stored, unread=written.unread,
+    )  # fmt: skip
+
+
+def plan_strip(model: Path) -> ExportPlan:
+    """Plan a copy without scales and their declarations; no other tensor changes.
+
+    Raises:
+        CheckpointError: the checkpoint has neither.
+    """
+    view = open_checkpoint(model)
+    geometry = read_geometry(view.config, view.tensors)
+    dialect = dialect_of(view)
+    documents = dialect.strip(view)
+    if not _old_scales(view, geometry) and dialect.declared(view).format is None:
         raise CheckpointError(
-            f"the calibration is of `{calibration.model['architecture']}`, "
-            f"the checkpoint is `{geometry.architecture}`",
-            code="export.architecture",
-            hint="calibrate this model",
+            f"`{model}` has no scales and declares no quantized cache", code="strip.nothing"
         )
-    paths = [layer.attention for layer in geometry.layers]
-    if [layer.attention for layer in calibration.layers] != paths:
+    written = DialectPlan({}, documents, ScaleSet("fp8_e4m3", "tensor", ()))
+    return _assemble(view, geometry, written, {}, carry=dialect.name)
+
+
+def _same_weights(source: ScaleSource, view: CheckpointView, options: ExportOptions) -> ScaleSource:
+    """Refuse scales of other weights, or record that they were asked for."""
+    found, expected = weight_fingerprint(view), source.weight_fingerprint
+    if expected is None:
+        notice = "nothing says on which weights these scales were observed"
+        return replace(source, weight_fingerprint=found, notices=(*source.notices, notice))
+    if found == expected or source.record.get("exported_onto") == found:
+        return source
+    if not options.for_other_weights:
         raise CheckpointError(
-            f"the calibration holds {len(calibration.layers)} layers, first "
-            f"`{calibration.layers[0].attention}`; the checkpoint has {len(paths)}, first "
-            f"`{paths[0]}`",
-            code="export.layers",
-            hint="calibrate this model",
-        )
-    for layer, stats in zip(geometry.layers, calibration.layers, strict=True):
-        if {*stats.amax} - {QUERY} != {*layer.quantizers} - {QUERY}:
-            raise CheckpointError(
-                f"layer {layer.layer_idx} has statistics of {sorted(stats.amax)}, the checkpoint "
-                f"caches {sorted(name for name, _ in layer.cached)}",
-                code="export.quantizers",
-                hint="calibrate this model",
-            )
-        for quantizer, amax in stats.amax.items():
-            query = quantizer == QUERY
-            heads = layer.num_attention_heads if query else layer.num_key_value_heads
-            if amax.size != heads:
-                raise CheckpointError(
-                    f"`{quantizer}` of layer {layer.layer_idx} has statistics of {amax.size} "
-                    f"heads, the checkpoint has {heads}",
-                    code="export.heads",
-                    hint="calibrate this model",
-                )
-    fingerprint = weight_fingerprint(view)
-    if calibration.model["weight_fingerprint"] != fingerprint:
-        raise CheckpointError(
-            "the calibration belongs to other weights: the K/V projections have fingerprint "
-            f"{fingerprint[:12]}, expected {calibration.model['weight_fingerprint'][:12]}",
+            "the scales belong to other weights: the K/V projections have fingerprint "
+            f"{found[:12]}, expected {expected[:12]}",
             code="export.weights",
-            hint="calibrate this model; scales of other weights clip or waste range",
+            hint="calibrate this checkpoint itself; --for-other-weights writes them nevertheless, "
+            "e.g. onto a quantized copy of the same model, and records it",
         )
-    return geometry
+    notice = f"scales of other weights ({expected[:12]}) are written onto {found[:12]}"
+    record = {**source.record, "exported_onto": found}
+    return replace(source, record=record, notices=(*source.notices, notice))
 
 
-def _old_scales(view: CheckpointView) -> set[str]:
+def _dialect(view: CheckpointView, scales: ScaleSet, options: ExportOptions) -> Dialect:
+    """Return the dialect asked for, else the one that the base speaks.
+
+    An unquantized base takes compressed-tensors; for TensorRT-LLM alone ModelOpt's, since it
+    refuses the other without quantized weights.
+    """
+    if options.dialect != "auto":
+        return get_dialect(options.dialect)
+    method = (view.quantization_config or {}).get("quant_method")
+    if method is None and not (view.root / LEGACY_NAME).is_file():
+        alone = options.engines == ("tensorrt-llm",)
+        return get_dialect("modelopt" if alone else "compressed-tensors")
+    dialect = dialect_of(view)
+    if dialect.name == "compressed-tensors" and method != "compressed-tensors":
+        raise other_method(str(method), None)
+    return dialect
+
+
+def _old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
     suffixes = (".k_scale", ".v_scale", ".q_scale", ".kv_scale",
                 ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
-    return {name for name in view.tensors if name.endswith(suffixes)}
+    named = {name for name in view.tensors if name.endswith(suffixes)}
+    return named | {scale.tensor for scale in find(view, geometry).all}
 
 
 def _assemble(
-    view: CheckpointView, calibration: Calibration, scales: ScaleSet, written: DialectPlan,
-    dialect: str, unread: str | None,
+    view: CheckpointView, geometry: Geometry, written: DialectPlan, metadata: Mapping[str, str],
+    *, carry: str,
 ) -> ExportPlan:  # fmt: skip
-    old = _old_scales(view)
-    notices = _left_behind(view)
-    if unread:
-        notices.append(unread)
+    """Lay out the files: only a shard that holds old scales is written anew."""
+    old = set() if not written.tensors and not _strips(written) else _old_scales(view, geometry)
     kept = []
     for source in view.loaded_files:
         if source.startswith("consolidated"):
@@ -205,34 +199,42 @@ def _assemble(
         names = set(view.files[source].tensors)
         if names - old:
             kept.append((source, tuple(sorted(names & old))))
-    count = len(kept) + 1
+    count = len(kept) + bool(written.tensors)
+    named = [SINGLE_NAME] if count == 1 else [_shard_name(i, count) for i in range(1, count + 1)]
     shards = tuple(
-        Shard(source, _shard_name(i, count), drop) for i, (source, drop) in enumerate(kept, 1)
+        Shard(source, target, drop) for (source, drop), target in zip(kept, named, strict=False)
     )
-    scale_shard = _shard_name(count, count)
+    scale_shard = named[-1] if written.tensors else None
     weight_map = {
         name: shard.target
         for shard in shards
         for name in view.files[shard.source].tensors
         if name not in shard.drop
     }
-    weight_map |= dict.fromkeys(written.tensors, scale_shard)
-    if old:
-        notices.append(f"{len(old)} scale tensors of the source are replaced")
     sizes = sum(info.end - info.start for name, info in view.tensors.items() if name in weight_map)
+    if scale_shard:
+        weight_map |= dict.fromkeys(written.tensors, scale_shard)
+    replaced = (
+        f"{len(old)} scale tensors of the source are {'replaced' if scale_shard else 'removed'}"
+    )
+    documents = dict(written.documents)
     return ExportPlan(
         shards=shards,
         scale_shard=scale_shard,
         tensors=written.tensors,
-        metadata=_metadata(calibration, scales, dialect),
-        config=dict(written.documents[CONFIG_NAME]),
-        weight_map=weight_map,
+        metadata=metadata,
+        documents=documents,
+        config=documents.get(CONFIG_NAME, view.config),
+        weight_map=weight_map if count > 1 else None,
         total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
-        side_files=_side_files(view),
-        notices=tuple(notices),
-        scales=scales,
-        skip_layers=calibration.skip_layers,
+        side_files=_side_files(view, documents, carry),
+        notices=(*_left_behind(view, documents, carry), *((replaced,) if old else ())),
+        dialect=None,
     )
+
+
+def _strips(written: DialectPlan) -> bool:
+    return not written.stored.layers
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -240,7 +242,7 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _left_behind(view: CheckpointView) -> list[str]:
+def _left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> list[str]:
     notices = []
     consolidated = [name for name in view.files if name.startswith("consolidated")]
     if consolidated:
@@ -248,27 +250,38 @@ def _left_behind(view: CheckpointView) -> list[str]:
             f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
             "shards and never see the scales"
         )
-    if (view.root / "hf_quant_config.json").exists():
+    if _is_stale(LEGACY_NAME, documents, carry) and (view.root / LEGACY_NAME).exists():
         notices.append(
-            "hf_quant_config.json not carried along: TensorRT-LLM would follow it, not config.json"
+            f"{LEGACY_NAME} not carried along: TensorRT-LLM would follow it, not config.json"
         )
     stray = [name for name in view.unindexed_files if name not in consolidated]
     if stray:
         notices.append(f"{', '.join(stray)} not carried along: the index does not name it")
+    code = sorted(path.name for path in view.root.glob("*.py"))
+    if code:
+        notices.append(f"code of the model is copied, never run: {', '.join(code)}")
     return notices
 
 
-def _side_files(view: CheckpointView) -> tuple[str, ...]:
+def _is_stale(name: str, documents: Mapping[str, Any], carry: str) -> bool:
+    """Whether a side file would contradict what is written."""
+    return name == LEGACY_NAME and name not in documents and carry == "compressed-tensors"
+
+
+def _side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> tuple[str, ...]:
     return tuple(
         sorted(
             path.name
             for path in view.root.iterdir()
-            if path.is_file() and path.suffix != ".safetensors" and path.name not in _REPLACED
+            if path.is_file()
+            and path.suffix != ".safetensors"
+            and path.name not in (*_OWN, *documents)
+            and not _is_stale(path.name, documents, carry)
         )
     )
 
 
-def _metadata(calibration: Calibration, scales: ScaleSet, dialect: str) -> dict[str, str]:
+def _metadata(source: ScaleSource, scales: ScaleSet, dialect: str) -> dict[str, str]:
     provenance = {
         "schema": 1,
         "kvq_version": kvq.__version__,
@@ -276,18 +289,10 @@ def _metadata(calibration: Calibration, scales: ScaleSet, dialect: str) -> dict[
         "format": scales.format,
         "granularity": scales.granularity,
         "convention": "scale = amax / scale_divisor, dequantization multiplier",
-        "calibration": calibration.digest,
-        "weight_fingerprint": calibration.model["weight_fingerprint"],
-        "attention_class": calibration.model.get("attention_class"),
-        "margin": calibration.margin,
-        "skip_layers": list(calibration.skip_layers),
-        "amax": {
-            f"{layer.attention}.{quantizer}": [float(value) for value in amax]
-            for layer in calibration.layers
-            for quantizer, amax in layer.amax.items()
-        },
-        "tokens": {layer.attention: layer.tokens for layer in calibration.layers},
+        "weight_fingerprint": source.weight_fingerprint,
+        "attention_class": source.attention_class,
         "status": {layer.attention: dict(layer.provenance) for layer in scales.layers},
+        **source.record,
     }
     text = json.dumps(provenance, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return {"format": "pt", "kvq": text}

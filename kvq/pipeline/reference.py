@@ -53,7 +53,7 @@ def read_reference(path: Path, compared: Compared) -> Reference:
         KvqError: the reference cannot be read, or belongs to another architecture.
     """
     if path.is_file() and path.suffix == ".json":
-        found = _json(path, compared)
+        found = Reference(*json_scales(path, compared.view.config, compared.geometry))
     elif path.is_dir() and is_calibration(path):
         found = Reference(_calibration(read_calibration(path), compared))
     else:
@@ -100,14 +100,25 @@ def _calibration(calibration: Calibration, compared: Compared) -> Values:
     return derived
 
 
-def _json(path: Path, compared: Compared) -> Reference:
+def json_scales(
+    path: Path, config: Mapping[str, Any], geometry: Geometry
+) -> tuple[Values, tuple[str, ...]]:
+    """Return the scales of a JSON file, kvq's own or SGLang's, and names that are none.
+
+    Args:
+        path: the file.
+        config: config.json of the model that it is for.
+        geometry: the layers of that model.
+
+    Raises:
+        KvqError: the file has neither form.
+    """
     document = read_json(path)
     if is_sglang_json(document):
-        config, geometry = compared.view.config, compared.geometry
-        return Reference(_by_side(read_sglang_json(path, config, geometry)))
+        return _by_side(read_sglang_json(path, config, geometry)), ()
     known: dict[str, list[tuple[str, str]]] = {}
     for spelling in SPELLINGS.values():
-        for layer in compared.geometry.layers:
+        for layer in geometry.layers:
             for side in ("k", "v") if "single" in spelling.name else SIDES:
                 name = spelling.tensor(layer.attention, side)
                 known.setdefault(name, []).append((layer.attention, side))
@@ -118,7 +129,7 @@ def _json(path: Path, compared: Compared) -> Reference:
             values |= dict.fromkeys(known[name], numbers)
         else:
             strangers.append(name)
-    return Reference(values, tuple(sorted(strangers)))
+    return values, tuple(sorted(strangers))
 
 
 def _numbers(document: Mapping[str, Any], path: Path) -> dict[str, list[float]]:

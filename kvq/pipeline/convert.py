@@ -1,0 +1,110 @@
+"""Scales in another format or granularity, from their numbers alone; what makes a set complete."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvq.configs import QuantConfig, get_config, with_granularity
+from kvq.errors import CheckpointError, DialectError
+from kvq.formats import get_format
+from kvq.geometry import Geometry
+from kvq.scales import ScaleSet
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asked for: a named configuration and a granularity, each perhaps left out."""
+
+    kv_cfg: str | None = None
+    granularity: str | None = None
+
+    def entries(self, default: str) -> QuantConfig:
+        """Return the configuration, `default` where none was named."""
+        entries = get_config(self.kv_cfg or default)
+        return with_granularity(entries, self.granularity) if self.granularity else entries
+
+
+def check_complete(scales: ScaleSet, where: str) -> None:
+    """Refuse a set with a layer that lacks K or V, or with a number that is no scale.
+
+    Raises:
+        CheckpointError: with the first layer and how many there are.
+    """
+    missing = [
+        f"{side} of layer {layer.layer_idx}"
+        for layer in scales.layers
+        for side in ("k", "v")
+        if not layer.scales.get(side)
+    ]
+    if missing:
+        raise CheckpointError(
+            f"`{where}` lacks {len(missing)} scales, first {missing[0]}",
+            code="scales.missing",
+            hint="calibrate the model: what was never observed cannot be written",
+        )
+    for layer in scales.layers:
+        for side, values in layer.scales.items():
+            wrong = [x for x in values if not 0 < x < np.inf]
+            if wrong:
+                raise CheckpointError(
+                    f"the {side} scale of layer {layer.layer_idx} in `{where}` is {wrong[0]!r}",
+                    code="scales.invalid",
+                    hint="calibrate the model again",
+                )
+
+
+def check_lengths(scales: ScaleSet, geometry: Geometry, where: str) -> None:
+    """Refuse numbers of scales that fit neither one per tensor nor one per head.
+
+    Raises:
+        CheckpointError: with layer, side and what was expected.
+    """
+    for layer, own in zip(geometry.layers, scales.layers, strict=True):
+        for side, values in own.scales.items():
+            heads = layer.num_attention_heads if side == "q" else layer.num_key_value_heads
+            if len(values) != (heads if scales.granularity == "head" else 1):
+                raise CheckpointError(
+                    f"the {side} scale of layer {layer.layer_idx} in `{where}` has {len(values)} "
+                    f"numbers, expected 1 in all layers or {heads}, one per head",
+                    code="scales.length",
+                )
+
+
+def convert_scales(scales: ScaleSet, wanted: Wanted) -> ScaleSet:
+    """Return a set in another format or granularity, from its numbers alone.
+
+    Raises:
+        DialectError: scales per head are wanted from scales per tensor.
+    """
+    target_format, granularity, constant = scales.format, scales.granularity, None
+    if wanted.kv_cfg:
+        config = next(entry.config for entry in get_config(wanted.kv_cfg) if entry.config)
+        target_format, constant = config.format, config.constant_amax
+        granularity = config.granularity
+    granularity = wanted.granularity or granularity
+    if granularity == "head" and scales.granularity == "tensor" and constant is None:
+        raise DialectError(
+            "scales per head cannot be made from one number for all heads",
+            code="scales.granularity",
+            hint="calibrate the model: a calibration has amax for each head",
+        )
+    source, target = get_format(scales.format), get_format(target_format)
+    if constant is not None:
+        raise DialectError(
+            f"`{wanted.kv_cfg}` has constant scales and needs none of the source's",
+            code="scales.constant",
+            hint="give a calibration as --scales",
+        )
+
+    def convert(values: Iterable[float]) -> tuple[float, ...]:
+        kept = list(values) if granularity == "head" else [max(values)]
+        if source.scale_divisor == target.scale_divisor:
+            return tuple(kept)
+        return tuple(target.scale(source.amax(value)) for value in kept)
+
+    layers = tuple(
+        replace(layer, scales={side: convert(values) for side, values in layer.scales.items()})
+        for layer in scales.layers
+    )
+    return ScaleSet(target_format, granularity, layers)
