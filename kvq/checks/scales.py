@@ -229,13 +229,22 @@ def _why(context: Context, found: list[float], amax: list[float] | None) -> str:
 @rule()
 def weights_unchanged(context: Context) -> Iterator[Finding]:
     """The weights are those that were calibrated, if the provenance says which."""
-    if context.provenance is None:
+    provenance = context.provenance
+    if provenance is None:
         return
-    expected, found = context.provenance.weight_fingerprint, weight_fingerprint(context.view)
+    expected = provenance.exported_onto or provenance.weight_fingerprint
+    found = weight_fingerprint(context.view)
     if found != expected:
         yield Finding(
             "provenance.weights", "error", "the scales were calibrated on other weights",
-            expected=expected, found=found,
+            expected=expected, found=found, fix="calibrate this checkpoint, then `kvq export`",
+        )  # fmt: skip
+    elif provenance.exported_onto:
+        yield Finding(
+            "provenance.other_weights", "warning",
+            "the scales were observed on other weights, and written here by request",
+            expected=found, found=provenance.weight_fingerprint,
+            fix="calibrate this checkpoint itself, where transformers runs it",
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
 from kvq.dialects import dialect_of, find, read_scales
 from kvq.dialects.base import Dialect
+from kvq.dialects.compressed_tensors import quantizes_weights
 from kvq.dialects.spellings import SPELLINGS, FoundScales
 from kvq.errors import CalibrationError
 from kvq.formats import get_format
@@ -223,7 +224,7 @@ def _kv_words(
 
 def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...], kv: str) -> str:
     config = view.quantization_config or {}
-    quantized = any(group.get("weights") for group in view.config_groups.values())
+    quantized = any(map(quantizes_weights, view.config_groups.values()))
     method = config.get("quant_method")
     weights = config.get("format") if quantized else None
     if method not in (None, "compressed-tensors"):

@@ -185,6 +185,7 @@ def _from_provenance(
         "skip_layers": list(provenance.skip_layers),
         "amax": dict(provenance.amax),
         "tokens": dict(provenance.tokens),
+        "exported_onto": provenance.exported_onto,
     }
     return ScaleSource(
         computed, provenance.weight_fingerprint, record, provenance.attention_class,
