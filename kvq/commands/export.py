@@ -10,7 +10,7 @@ from kvq.commands.options import Json, KvCfg, Out, Overwrite, Platform, TensorPa
 from kvq.errors import InputError
 
 if TYPE_CHECKING:
-    from kvq.pipeline.export import ExportPlan
+    from kvq.pipeline.plan import ExportPlan
 
 EXAMPLES = """\
 Examples:

@@ -9,6 +9,8 @@ import numpy as np
 from kvq.checkpoint import CheckpointView
 from kvq.scales import ScaleSet
 
+Documents = Mapping[str, Mapping[str, Any] | None]  # file name → whole content; None: left out
+
 
 @dataclass(frozen=True)
 class DialectPlan:
@@ -16,14 +18,14 @@ class DialectPlan:
 
     Args:
         tensors: name → float32 scale.
-        documents: JSON files to write, whole, by name; `config.json` among them if it changes.
+        documents: JSON files by name, `config.json` among them if it changes.
         stored: the scales as they are written, after the dialect's rounding.
         losses: what the dialect cannot say, in words.
         unread: why its reader does not use the scales as meant, None if it does.
     """
 
     tensors: Mapping[str, np.ndarray]
-    documents: Mapping[str, Mapping[str, Any]]
+    documents: Documents
     stored: ScaleSet
     losses: tuple[str, ...] = ()
     unread: str | None = None
@@ -73,6 +75,6 @@ class Dialect(Protocol):
         """Return float32 scales as the dialect stores them; never smaller."""
         ...
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return the JSON files, by name, without any declaration of the cache."""
         ...

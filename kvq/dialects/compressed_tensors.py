@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import LEGACY_NAME, at_place, other_method
 from kvq.dialects.spellings import SPELLINGS
 from kvq.engines.transformers_config import MERGED_EXPERTS, model_types
@@ -95,7 +95,7 @@ class CompressedTensors:
         """Return the values themselves: they are stored and read in float32."""
         return values
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return config.json without cache scheme and attention groups."""
         place, config = view.quantization_config_place, view.quantization_config
         if place is None or config is None:
@@ -156,14 +156,16 @@ def _base_config(view: CheckpointView) -> dict[str, Any]:
             "transform_config": {},
             "version": SCHEMA_VERSION,
         }
-    if base.get("quant_method") != "compressed-tensors":
+    if str(base.get("quant_method")).replace("_", "-") != "compressed-tensors":
         raise other_method(str(base.get("quant_method")), None)
     groups = base.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise DialectError(
             "`config_groups` of the checkpoint is not an object of objects", code="dialect.base"
         )
-    return {**base, "config_groups": groups, "quantization_status": "compressed"}
+    # transformers does not know the method by its other spelling, with an underscore
+    fixed = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    return {**base, "config_groups": groups, **fixed}
 
 
 def _with_attention(

@@ -5,13 +5,10 @@ The method has no place to declare a cache, so the engine is told by its own opt
 ModelOpt's, in the model's dtype: they are rounded up to one that it has.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from kvq.checkpoint import CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import other_method
 from kvq.dialects.modelopt import ModelOpt, round_up
 from kvq.dialects.spellings import SPELLINGS
@@ -58,6 +55,6 @@ class FP8:
         """Return each value, or the next larger one that the model's dtype has."""
         return ModelOpt().stored(values, view)
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return config.json without such keys."""
         return ModelOpt().strip(view) if self.declared(view).format else {}

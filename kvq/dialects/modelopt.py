@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import LEGACY_NAME, at_place, other_method
 from kvq.dialects.spellings import SPELLINGS
 from kvq.engines.vllm_values import FLOAT16, model_dtype
@@ -85,9 +85,9 @@ class ModelOpt:
         half = model_dtype(view) == FLOAT16
         return ceil_to(values, np.float16 if half else ml_dtypes.bfloat16)
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return both files without an algorithm for the cache."""
-        documents: dict[str, Mapping[str, Any]] = {}
+        documents: dict[str, Mapping[str, Any] | None] = {}
         config, place = view.quantization_config, view.quantization_config_place
         if config is not None and place is not None:
             kept = {key: value for key, value in config.items() if key not in _CACHE_KEYS}
@@ -98,7 +98,8 @@ class ModelOpt:
         legacy = _legacy(view)
         if legacy is not None:
             inner = {**legacy["quantization"], "kv_cache_quant_algo": None}
-            documents[LEGACY_NAME] = {**legacy, "quantization": inner}
+            weights = inner.get("quant_algo") is not None
+            documents[LEGACY_NAME] = {**legacy, "quantization": inner} if weights else None
         return documents
 
 

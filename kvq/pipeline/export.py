@@ -1,80 +1,22 @@
 """Plan an export: which scales go where, and what happens to every file of the source."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 import kvq
-from kvq.checkpoint import (
-    CONFIG_NAME,
-    INDEX_NAME,
-    SINGLE_NAME,
-    CheckpointView,
-    open_checkpoint,
-    weight_fingerprint,
-)
-from kvq.dialects import dialect_of, find, get_dialect
+from kvq.checkpoint import CheckpointView, open_checkpoint, weight_fingerprint
+from kvq.dialects import dialect_of, get_dialect
 from kvq.dialects.base import Dialect, DialectPlan, Target
 from kvq.dialects.documents import LEGACY_NAME, other_method
 from kvq.errors import CheckpointError
-from kvq.files import MARKER
-from kvq.geometry import Geometry, read_geometry
+from kvq.geometry import read_geometry
 from kvq.pipeline.convert import Wanted
+from kvq.pipeline.plan import ExportPlan, assemble, old_scales
 from kvq.pipeline.scale_source import ScaleSource, read_source
 from kvq.scales import ScaleSet
 
-_OWN = (MARKER, INDEX_NAME)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One source shard: its new name, and the old scales it must lose (empty: linked whole)."""
-
-    source: str
-    target: str
-    drop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """Everything an export will do, as plain data.
-
-    `documents` are JSON files to write, whole, by name; `scale_shard` is None where no tensor is
-    added, and `weight_map` where no index is written. `unread` says why the dialect's own reader
-    would not use the scales as meant.
-    """
-
-    shards: tuple[Shard, ...]
-    scale_shard: str | None
-    tensors: Mapping[str, np.ndarray]
-    metadata: Mapping[str, str]
-    documents: Mapping[str, Mapping[str, Any]]
-    config: Mapping[str, Any]
-    weight_map: Mapping[str, str] | None
-    total_size: int
-    side_files: tuple[str, ...]
-    notices: tuple[str, ...]
-    dialect: str | None
-    scales: ScaleSet | None = None
-    skip_layers: tuple[int, ...] = ()
-    unread: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the form that `--dry-run --json` prints."""
-        return {
-            "dialect": self.dialect,
-            "shards": [vars(shard) | {"drop": list(shard.drop)} for shard in self.shards],
-            "scale_shard": self.scale_shard,
-            "scales": {name: scale.ravel().tolist() for name, scale in self.tensors.items()},
-            "quantization_config": self.config.get("quantization_config"),
-            "documents": sorted(self.documents),
-            "side_files": list(self.side_files),
-            "notices": list(self.notices),
-        }
+CT_METHODS = ("compressed-tensors", "compressed_tensors")
 
 
 @dataclass(frozen=True)
@@ -114,7 +56,7 @@ def plan_export(model: Path, scales_path: Path, options: ExportOptions) -> Expor
     target = Target(options.engines, source.attention_class, options.tp)
     written = dialect.plan(source.scales, view, target)
     metadata = _metadata(source, written.stored, dialect.name) if written.tensors else {}
-    plan = _assemble(view, geometry, written, metadata, carry=dialect.name)
+    plan = assemble(view, geometry, written, metadata, carry=dialect.name)
     notices = (*source.notices, *plan.notices, *written.losses)
     return replace(
         plan, notices=notices, skip_layers=source.skip_layers, dialect=dialect.name,
@@ -132,12 +74,12 @@ def plan_strip(model: Path) -> ExportPlan:
     geometry = read_geometry(view.config, view.tensors)
     dialect = dialect_of(view)
     documents = dialect.strip(view)
-    if not _old_scales(view, geometry) and dialect.declared(view).format is None:
+    if not old_scales(view, geometry) and dialect.declared(view).format is None:
         raise CheckpointError(
             f"`{model}` has no scales and declares no quantized cache", code="strip.nothing"
         )
     written = DialectPlan({}, documents, ScaleSet("fp8_e4m3", "tensor", ()))
-    return _assemble(view, geometry, written, {}, carry=dialect.name)
+    return assemble(view, geometry, written, {}, carry=dialect.name)
 
 
 def _same_weights(source: ScaleSource, view: CheckpointView, options: ExportOptions) -> ScaleSource:
@@ -174,111 +116,9 @@ def _dialect(view: CheckpointView, scales: ScaleSet, options: ExportOptions) -> 
         alone = options.engines == ("tensorrt-llm",)
         return get_dialect("modelopt" if alone else "compressed-tensors")
     dialect = dialect_of(view)
-    if dialect.name == "compressed-tensors" and method != "compressed-tensors":
+    if dialect.name == "compressed-tensors" and method not in CT_METHODS:
         raise other_method(str(method), None)
     return dialect
-
-
-def _old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
-    suffixes = (".k_scale", ".v_scale", ".q_scale", ".kv_scale",
-                ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
-    named = {name for name in view.tensors if name.endswith(suffixes)}
-    return named | {scale.tensor for scale in find(view, geometry).all}
-
-
-def _assemble(
-    view: CheckpointView, geometry: Geometry, written: DialectPlan, metadata: Mapping[str, str],
-    *, carry: str,
-) -> ExportPlan:  # fmt: skip
-    """Lay out the files: only a shard that holds old scales is written anew."""
-    old = set() if not written.tensors and not _strips(written) else _old_scales(view, geometry)
-    kept = []
-    for source in view.loaded_files:
-        if source.startswith("consolidated"):
-            continue
-        names = set(view.files[source].tensors)
-        if names - old:
-            kept.append((source, tuple(sorted(names & old))))
-    count = len(kept) + bool(written.tensors)
-    named = [SINGLE_NAME] if count == 1 else [_shard_name(i, count) for i in range(1, count + 1)]
-    shards = tuple(
-        Shard(source, target, drop) for (source, drop), target in zip(kept, named, strict=False)
-    )
-    scale_shard = named[-1] if written.tensors else None
-    weight_map = {
-        name: shard.target
-        for shard in shards
-        for name in view.files[shard.source].tensors
-        if name not in shard.drop
-    }
-    sizes = sum(info.end - info.start for name, info in view.tensors.items() if name in weight_map)
-    if scale_shard:
-        weight_map |= dict.fromkeys(written.tensors, scale_shard)
-    replaced = (
-        f"{len(old)} scale tensors of the source are {'replaced' if scale_shard else 'removed'}"
-    )
-    documents = dict(written.documents)
-    return ExportPlan(
-        shards=shards,
-        scale_shard=scale_shard,
-        tensors=written.tensors,
-        metadata=metadata,
-        documents=documents,
-        config=documents.get(CONFIG_NAME, view.config),
-        weight_map=weight_map if count > 1 else None,
-        total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
-        side_files=_side_files(view, documents, carry),
-        notices=(*_left_behind(view, documents, carry), *((replaced,) if old else ())),
-        dialect=None,
-    )
-
-
-def _strips(written: DialectPlan) -> bool:
-    return not written.stored.layers
-
-
-def _shard_name(number: int, count: int) -> str:
-    # the one naming that vLLM, SGLang, TensorRT-LLM and transformers all read
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> list[str]:
-    notices = []
-    consolidated = [name for name in view.files if name.startswith("consolidated")]
-    if consolidated:
-        notices.append(
-            f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
-            "shards and never see the scales"
-        )
-    if _is_stale(LEGACY_NAME, documents, carry) and (view.root / LEGACY_NAME).exists():
-        notices.append(
-            f"{LEGACY_NAME} not carried along: TensorRT-LLM would follow it, not config.json"
-        )
-    stray = [name for name in view.unindexed_files if name not in consolidated]
-    if stray:
-        notices.append(f"{', '.join(stray)} not carried along: the index does not name it")
-    code = sorted(path.name for path in view.root.glob("*.py"))
-    if code:
-        notices.append(f"code of the model is copied, never run: {', '.join(code)}")
-    return notices
-
-
-def _is_stale(name: str, documents: Mapping[str, Any], carry: str) -> bool:
-    """Whether a side file would contradict what is written."""
-    return name == LEGACY_NAME and name not in documents and carry == "compressed-tensors"
-
-
-def _side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            path.name
-            for path in view.root.iterdir()
-            if path.is_file()
-            and path.suffix != ".safetensors"
-            and path.name not in (*_OWN, *documents)
-            and not _is_stale(path.name, documents, carry)
-        )
-    )
 
 
 def _metadata(source: ScaleSource, scales: ScaleSet, dialect: str) -> dict[str, str]:

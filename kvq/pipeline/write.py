@@ -12,8 +12,8 @@ from kvq.dialects import find
 from kvq.errors import DialectError, InputError
 from kvq.files import check_target, new_folder
 from kvq.geometry import read_geometry
-from kvq.pipeline.export import ExportPlan
 from kvq.pipeline.judge import write_documents
+from kvq.pipeline.plan import ExportPlan
 from kvq.pipeline.verify import verify
 from kvq.tensorfile import copy_without, write_float32
 
