@@ -103,9 +103,13 @@ def not_modelled(
 
 
 class Engine(Protocol):
-    """A model of one version of a serving engine; nothing of the engine itself is imported."""
+    """A model of a serving engine in one of its versions; nothing of the engine is imported.
+
+    `versions` are those that are modelled, the latest last; what differs between them is data.
+    """
 
     name: str
+    versions: tuple[str, ...]
     version: str
 
     def read(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
-from kvq.engines.vllm_classes import CHECKED, model_type
+from kvq.engines.vllm_classes import CHECKED, VERSIONS, model_type
 from kvq.engines.vllm_config import (
     LoadError,
     NotModelledError,
@@ -40,7 +40,10 @@ class VLLM:
     """vLLM's loader."""
 
     name = "vllm"
-    version = "0.32.0"
+    versions = VERSIONS
+
+    def __init__(self, version: str = VERSIONS[-1]) -> None:
+        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions
@@ -49,7 +52,9 @@ class VLLM:
         blank = EngineReading(self.name, self.version, options, None, (), None, _notes(view))
         try:
             quantization = read_quantization(view, options.kv_cache_dtype)
-            cache_dtype, layers = attention_layers(view, geometry, quantization, options)
+            cache_dtype, layers = attention_layers(
+                view, geometry, quantization, options, self.version
+            )
             if quantization.per_head:
                 blank = replace(blank, notes=(*blank.notes, _per_head(options.platform)))
             loading = _Loading(view, geometry, quantization, options, layers)
@@ -133,7 +138,7 @@ class _Loading:
                 if not is_scale(name) and not is_expert(name):
                     modules.add_tensor(name)
         modules.add_encoder_attention()
-        for layer in self.layers:
+        for layer in self.layers if modules.cls.attention_in_tree else ():
             modules.add_module(layer.path)
             modules.parameters |= {f"{layer.path}.{name}" for name in layer.parameters}
         return modules
