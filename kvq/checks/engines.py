@@ -15,8 +15,10 @@ from kvq.checks.engine_fixes import (
     value_fix,
 )
 from kvq.checks.findings import Finding
+from kvq.dialects.sglang_json import FILE_NAME, is_sglang_json
 from kvq.engines.base import EngineReading, LayerReading, SideReading
-from kvq.errors import CheckpointError
+from kvq.errors import CheckpointError, KvqError
+from kvq.files import read_json
 
 
 def engine_findings(
@@ -51,6 +53,26 @@ def engine_findings(
         )  # fmt: skip
     for layer in reading.layers:
         yield from _layer_findings(reading, layer, view, skipped)
+    if reading.engine == "sglang":
+        yield from _scales_json_findings(reading, view)
+
+
+def _scales_json_findings(reading: EngineReading, view: CheckpointView) -> Iterator[Finding]:
+    """Yield a file for SGLang's option with numbers for more or fewer GPUs than there are."""
+    path = view.root / FILE_NAME
+    try:
+        document = read_json(path) if path.is_file() else {}
+    except KvqError:
+        return  # another rule says so
+    ranks = document["kv_cache"]["scaling_factor"] if is_sglang_json(document) else None
+    if isinstance(ranks, dict) and len(ranks) != reading.options.tp:
+        yield Finding(
+            "engine.scales_json", "error",
+            f"`{FILE_NAME}` has numbers for {len(ranks)} GPUs, and there are "
+            f"{reading.options.tp}: {reading.engine} {reading.version} uses 1.0 everywhere",
+            file=FILE_NAME, expected=str(reading.options.tp), found=str(len(ranks)),
+            fix=f"the same numbers under ranks 0 to {reading.options.tp - 1}",
+        )  # fmt: skip
 
 
 def _layer_findings(
@@ -95,8 +117,9 @@ def _zero_point_findings(
     reading: EngineReading, layer: LayerReading, view: CheckpointView
 ) -> Iterator[Finding]:
     """Yield zero points that mean something, and are not used: no engine subtracts them."""
-    for side in "kvq":
-        name = f"{layer.attention}.{side}_zero_point"
+    names = [f"{layer.attention}.{side}_zero_point" for side in "kvq"]
+    names += [f"{layer.attention}.{side}_proj.{side}_bias" for side in "kv"]  # ModelOpt's
+    for name in names:
         if name in view.tensors and np.any(_stored(name, view) != 0):
             yield Finding(
                 "engine.zero_point", "error",

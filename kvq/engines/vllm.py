@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
-from kvq.engines.vllm_classes import CHECKED, model_type
+from kvq.engines.vllm_classes import CHECKED, class_of, model_type, renamed_tower
 from kvq.engines.vllm_config import (
     LoadError,
     NotModelledError,
@@ -104,6 +104,13 @@ class _Loading:
             LoadError: vLLM ends with one of them.
         """
         files = files_read(self.view)
+        renamed = renamed_tower(self.view)
+        if renamed is not None:
+            tower = ".".join(renamed.removeprefix("model.").split(".")[:2])
+            raise LoadError(
+                f"ValueError: There is no module or parameter named {tower!r} in "
+                f"{class_of(self.view).name or self.geometry.architecture}."
+            )
         modules = self._modules()
         linears = QuantizedLinears(self.view, self.quantization)
         by_path = {layer.path: layer for layer in self.layers}
