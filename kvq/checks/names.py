@@ -8,7 +8,7 @@ from kvq.checks.context import Context, file_of, rule
 from kvq.checks.findings import Finding
 
 
-@rule()
+@rule(beside_engine=True)
 def spellings_agree(context: Context) -> Iterator[Finding]:
     """A scale that stands under several names has one value: which is used differs by engine."""
     for other in context.found.others:
@@ -32,7 +32,7 @@ def _same(one: np.ndarray, two: np.ndarray) -> bool:
     return np.array_equal(first, second, equal_nan=True)
 
 
-@rule()
+@rule(beside_engine=True)
 def sides_are_not_crossed(context: Context) -> Iterator[Finding]:
     """No scale of V stands at K's projection: vLLM goes by the last part of the name alone.
 

@@ -94,7 +94,7 @@ def finite_positive_plausible(context: Context) -> Iterator[Finding]:
 
 # Leaves that weight quantization puts under an attention path; all others must be known scales.
 _WEIGHT_LEAF = re.compile(
-    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?|pre_quant_scale"
+    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?|pre_quant_scale|scales"
 )
 _SCALE_LEAF = re.compile(r"(scale|zero_point)[^.]*$|_proj\.[kv]_bias$")
 
