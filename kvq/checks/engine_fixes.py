@@ -8,6 +8,7 @@ _COMPRESSED = "`kvq export --dialect compressed-tensors` onto unquantized weight
 _RENAMED = f"`kvq export --strip`, then {EXPORT}, which writes names that this class reads"
 # what is in the text of an error → what to change
 _LOAD = (
+    ("invalid choice", "one of the cache dtypes that the engine names"),
     ("fp8_e5m2", "serve with --kv-cache-dtype auto or fp8_e4m3"),
     ("scales per head", "`kvq export --granularity tensor`, or an sm90 GPU"),
     ("missing", "fetch the files that are missing, or take them out of the index"),
@@ -20,6 +21,7 @@ _LOAD = (
     ("symmetric", "`symmetric`: true in `kv_cache_scheme`"),
     ("quantization method", "`quant_method`: compressed-tensors, spelled so"),
     ("quant_method", "`quant_method`: compressed-tensors"),
+    ("config file for modelopt_mixed", "`quantized_layers` as ModelOpt wrote it"),
     ("quantized_layers", "`quantized_layers` as ModelOpt wrote it"),
     ("requires the following fields", "add the fields to hf_quant_config.json"),
     ("quant_algo", _COMPRESSED),
@@ -28,14 +30,27 @@ _LOAD = (
     ("scalar weight", "`kvq export --granularity tensor`"),
     ("torch.Size", "`kvq export --granularity tensor`, or `strategy`: attn_head"),
     ("loaded together", f"both scales: {EXPORT}"),
-    ("invalid choice", "one of the cache dtypes that the engine names"),
     ("needs SM100", "--platform sm100, or --kv-cache-dtype fp8_e4m3"),
     ("GPUs", "--tp with a number that divides the heads"),
     ("tensor parallel size", "--tp with a number that divides the heads"),
     ("vision_tower.", "the original checkpoint's files: transformers 5 renamed this save's"),
     ("no module or parameter", _RENAMED),
     ("has no attribute 'data'", _RENAMED),
+    ("has no attribute `", _RENAMED),
     ("KeyError", _RENAMED),
+    ("has no attribute 'lower'", "`quant_method`: compressed-tensors"),
+    ("has no attribute 'items'", "objects for `kv_cache_scheme` and `config_groups`, {} for none"),
+    ("has no attribute 'upper'", _COMPRESSED),
+    ("has no attribute 'get'", "an object where the quantization config has something else"),
+    ("QuantizationArgs", "take out the group without weights: `kv_cache_scheme` is enough"),
+    ("ModelOptFp8Config", "`quant_algo`: FP8, if the weights are FP8; else " + _COMPRESSED),
+    ("must be a list", "put the excluded modules into a list"),
+    ("size of tensor", "one number for each KV head: " + EXPORT),
+    ("for input of size", "one number for each query head: " + EXPORT),
+    ("ctivation", "`activation_scheme`: dynamic or static, in the quantization config"),
+    ("no file named", "an index that names the shards, model.safetensors.index.json"),
+    ("No such file", "fetch the files that are missing, or take them out of the index"),
+    ("IndexError", "another engine: transformers looks for a group of this model's experts"),
     ("AssertionError", "both scales, each above zero: " + EXPORT),
 )
 
@@ -97,14 +112,14 @@ def unknown_fix(reading: EngineReading, *, garbage: bool) -> str | None:
     return None
 
 
-def value_fix(reading: EngineReading, *, copied: bool, rounded: bool) -> str:
+def value_fix(reading: EngineReading, used: SideReading, *, copied: bool, rounded: bool) -> str:
     """Return what makes the engine use the number of the file."""
-    if copied:
+    if copied or "not above zero" in used.reason:
         return f"a scale for each side, above zero: {EXPORT}"
     if rounded and reading.engine == "transformers":
-        return "nothing that is lost by much: transformers loads scales in the model's dtype"
+        return "load the model in float32, if the last digits of a scale matter"
     if rounded:
         return "`kvq export` rounds up to what is held; --dialect compressed-tensors keeps float32"
-    if reading.options.platform.startswith("sm100"):
+    if "times 6" in used.reason:
         return "serve with --kv-cache-dtype fp8_e4m3, or another platform"
     return f"one number, or one per KV head as declared: {EXPORT}"

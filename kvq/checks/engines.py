@@ -193,7 +193,7 @@ def _value_findings(
             "engine.value", severity,
             f"{reading.engine} {reading.version} uses {side} {shown}: {used.reason}",
             layer.layer_idx, used.tensor, expected=", ".join(f"{x:g}" for x in stored), found=shown,
-            fix=value_fix(reading, copied=copied, rounded=rounded),
+            fix=value_fix(reading, used, copied=copied, rounded=rounded),
         )  # fmt: skip
 
 

@@ -45,11 +45,13 @@ def cost(pattern: str) -> tuple[int, int]:
         is_atom = True
         if character == "\\":
             step = 2
+            power += pattern[position + 1 : position + 2].isdigit()  # as long as its group was
         elif character == "[" and (found := _CLASS.match(pattern, position)):
             step = len(found[0])
         elif character == "(":
             groups.append(_Group())
             step = 2 if pattern.startswith("(?", position) else 1
+            power += pattern.startswith("(?P=", position)
             is_atom = False
         elif character == "|":
             groups[-1].branches += 1
