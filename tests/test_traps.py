@@ -16,7 +16,7 @@ import pytest
 from kvq.checkpoint import open_checkpoint, weight_fingerprint
 from kvq.formats import E4M3, E4M3_FNUZ_MAX, FP8_E4M3, FP8_E5M2, INT8, NVFP4
 from kvq.tensorfile import write_float32
-from tests.engines.layouts import Layout, save, shards, single, with_index, write_index
+from tests.engines.layouts import Layout, save, shards, with_index, write_index
 from tests.engines.quantization import (
     ATTENTION_ARGS,
     AWQ,
@@ -141,6 +141,12 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: array for name, array in tensors.items() if name not in names}
 
 
+def hybrid(*layers: int) -> Variant:
+    """A model whose first layer has linear attention, and no cache; scales for some layers."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    return Variant(scales(layers=list(layers)), CT, config=kinds)
+
+
 def ct_scales(tensors: Tensors, **options: Any) -> Variant:
     return Variant(tensors, CT, **options)
 
@@ -229,19 +235,6 @@ def stale_size(content: int) -> Layout:
     return layout
 
 
-def resaved(folder: Path, weights: Tensors, extra: Tensors) -> None:
-    """As transformers 5 saves Gemma 3."""
-    renamed = {}
-    for name, array in weights.items():
-        name = name.replace("vision_tower.vision_model.", "vision_tower.")
-        if name.startswith("language_model.model."):
-            name = f"model.language_model.{name.removeprefix('language_model.model.')}"
-        elif name.startswith(("vision_tower", "multi_modal")):
-            name = f"model.{name}"
-        renamed[name] = array
-    single(folder, renamed, extra)
-
-
 def group(**changes: Any) -> dict[str, Any]:
     """A compressed-tensors config with a group for attention."""
     return ct(config_groups={"group_0": {
@@ -257,7 +250,6 @@ def fp4_legacy(*missing: str) -> dict[str, Any]:
 
 
 MIXED = flat(quant_algo="MIXED_PRECISION", quantized_layers={"none": {"quant_algo": "FP8"}})
-GEMMA3 = "model.language_model.layers.{}.self_attn.k_scale"
 GEMMA3_MODELOPT = scales(
     "language_model.model.layers.{}.self_attn.k_proj.k_scale",
     "language_model.model.layers.{}.self_attn.v_proj.v_scale", dtype="BF16",
@@ -272,6 +264,8 @@ CASES = [
          layer=1, words="uninitialised"),
     Case(1, "modelopt", modelopt(scales(*NAMES["modelopt"], [0], "BF16")), "engine.default",
          modelopt(), layer=1),
+    *[Case(1, "full layer of a hybrid", hybrid(0), code, hybrid(1), engine=engine, layer=1)
+      for code, engine in [("engine.default", "sglang"), ("scale.missing", None)]],
     Case(2, "only k", "ct-only-k", "engine.default", layer=0),
     Case(2, "only k", "ct-only-k", "scale.missing", engine=None, tensor=V0),
     Case(2, "only k", "ct-only-k", "engine.value", engine="sglang", words="copied from k"),
@@ -436,6 +430,7 @@ CASES = [
          engine=None),
     Case(22, "surplus layer", "ct-extra-layer", "engine.load", words="layers.2"),
     Case(22, "surplus layer", "ct-extra-layer", "scale.stray", engine=None, tensor=K.format(2)),
+    Case(22, "linear attention", hybrid(0, 1), "scale.stray", hybrid(1), engine=None, tensor=K0),
     Case(22, "vision tower", "gemma3-ct-vision", "engine.load", "gemma3-ct"),
     Case(22, "vision tower", "gemma3-ct-vision", "scale.stray", "gemma3-ct", engine=None),
     Case(22, "no attention", "ct-name-mlp", "engine.load"),
@@ -581,11 +576,9 @@ CASES = [
          tensor="model.decoder.layers.0.encoder_attn.k_scale"),
     Case(44, "total_size", ct_scales(scales(), layout=stale_size(-16)), "index.total_size",
          ct_scales(scales(), layout=stale_size(0)), engine=None, severity="warning"),
-    Case(45, "saved by transformers 5", Variant(scales(GEMMA3), CT, architecture="gemma3",
-                                                layout=resaved),
+    Case(45, "saved by transformers 5", "gemma3-ct-resaved",
          "engine.load", "gemma3-ct", words="vision_tower.embeddings"),
-    Case(45, "saved by transformers 5", Variant(scales(GEMMA3), CT, architecture="gemma3",
-                                                layout=resaved),
+    Case(45, "saved by transformers 5", "gemma3-ct-resaved",
          "files.renamed", "gemma3-ct", engine=None, severity="warning"),
 ]  # fmt: skip
 
