@@ -76,7 +76,7 @@ def default_fix(reading: EngineReading, layer: LayerReading, side: str, used: Si
     if layer.engine_name.endswith("mla_attn"):
         return f"serve with --kv-cache-dtype {_plain(reading)}: no name is read under MLA"
     name = f"{layer.attention}.{side}_scale"
-    if "finds no cache algorithm" in used.reason or "object of FP8" in used.reason:
+    if "finds no cache algorithm" in used.reason:
         return "declare FP8 as an object in `kv_cache_scheme`"
     if "`" in used.reason:
         return f"the name that is read is `{name}`: {_RENAMED}"
@@ -90,6 +90,8 @@ def _plain(reading: EngineReading) -> str:
 def unquantized_fix(reading: EngineReading, layer: LayerReading) -> str:
     """Return what makes the cache a quantized one."""
     options = reading.options
+    if layer.engine_name.endswith("mla_attn"):
+        return "`kvq export --strip`: under MLA this class reads no scale of any name"
     if options.kv_cache_dtype != "auto":
         return "leave --kv-cache-dtype out"
     if options.skip_layers and reading.cache_dtype != "auto":

@@ -12,7 +12,7 @@ MAX_LENGTH = 500  # characters; patterns of layers that are to be left out have 
 MAX_STEPS = 10**9  # some 10 s if each of them were taken; real checkpoints stay far below
 _QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
-_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")  # comments, in which a parenthesis closes nothing
+_COMMENT = re.compile(r"\(\?(#|[a-zA-Z]*x)")  # a parenthesis in a comment opens nothing
 
 
 class PatternError(Exception):
@@ -22,7 +22,7 @@ class PatternError(Exception):
 @dataclass
 class _Group:
     branches: int = 1
-    repeats: bool = False
+    has_choice: bool = False  # more than one way to match the same text
 
 
 def cost(pattern: str) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def cost(pattern: str) -> tuple[int, int]:
     """
     if len(pattern) > MAX_LENGTH:
         raise PatternError(f"a pattern of {len(pattern)} characters")
-    if _VERBOSE.search(pattern):
+    if _COMMENT.search(pattern):
         raise PatternError(f"comments in `{pattern}`")
     factor, power, position = 1, 0, 0
     groups, closed = [_Group()], _Group()
@@ -58,6 +58,7 @@ def cost(pattern: str) -> tuple[int, int]:
             is_atom = False
         elif character == ")" and len(groups) > 1:
             closed = groups.pop()
+            closed.has_choice |= closed.branches > 1
             factor *= closed.branches
         quantifier = _QUANTIFIER.match(pattern, position + step) if is_atom else None
         inside = closed if character == ")" else _Group()
@@ -65,11 +66,11 @@ def cost(pattern: str) -> tuple[int, int]:
             step += len(quantifier[0]) + pattern.startswith(("?", "+"), quantifier.end())
             if quantifier[0] == "?":
                 factor *= 2
-            elif inside.repeats or inside.branches > 1:
+            elif inside.has_choice:
                 raise PatternError(f"a repetition inside of a repetition in `{pattern}`")
             else:
                 power += 1
-        groups[-1].repeats |= quantifier is not None or inside.repeats
+        groups[-1].has_choice |= quantifier is not None or inside.has_choice
         position += step
     return factor * groups[0].branches * max(1, len(pattern)), power
 
