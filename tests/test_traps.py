@@ -613,3 +613,25 @@ def test_a_trap_is_found_and_its_twin_is_not_one(kvq, tmp_path, case):
 
 def test_every_trap_has_a_case():
     assert {case.trap for case in CASES} == set(range(1, 46))
+
+
+# What no file shows where neither kvq's record nor a reference is there: the numbers are as
+# plausible as the right ones. (trap, why) → the checkpoint
+UNKNOWN = {
+    (32, "another divisor within a factor of 4"): ct_scales(
+        times(E4M3.max / E4M3_FNUZ_MAX)(scales())),
+    (32, "that of INT8"): ct_scales(times(E4M3.max / INT8.scale_divisor)(scales())),
+    (33, "a sixth"): ct_scales(times(E4M3.max / NVFP4.scale_divisor)(scales())),
+    (34, "keys seen before RoPE or a norm"): ct_scales(times(0.8)(scales())),
+    (35, "scales of other weights, or of merged heads"): ct_scales(times(1.5)(scales())),
+    (38, "no scale of queries: 1.0, if the backend quantizes them"): GOOD,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trap", UNKNOWN, ids=lambda trap: f"{trap[0]}-{trap[1]}")
+def test_what_files_alone_cannot_show_is_not_claimed(kvq, tmp_path, trap):
+    write_fixture(UNKNOWN[trap], tmp_path / "checkpoint")
+    for engine in ([], ["--engine", "vllm"]):
+        result = kvq("verify", tmp_path / "checkpoint", *engine, "--strict", "--json")
+        assert (result.code, result.json["findings"]) == (0, [])
+    assert trap[0] in {case.trap for case in CASES}  # where there is something to compare with
