@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
-from kvq.engines.vllm_classes import CHECKED, VERSIONS, model_type
+from kvq.engines.vllm_classes import CHECKED, VERSIONS, model_type, renamed_tower
 from kvq.engines.vllm_config import (
     LoadError,
     NotModelledError,
@@ -110,6 +110,12 @@ class _Loading:
         """
         files = files_read(self.view)
         modules = self._modules()
+        renamed = renamed_tower(self.view)
+        if renamed is not None:
+            tower = ".".join(renamed.removeprefix("model.").split(".")[:2])
+            raise LoadError(
+                f"ValueError: There is no module or parameter named {tower!r} in {modules.name}."
+            )
         linears = QuantizedLinears(self.view, self.quantization)
         by_path = {layer.path: layer for layer in self.layers}
         drafts = tuple(f"{path}." for path in self.geometry.drafts)

@@ -270,3 +270,17 @@ def inner_of(
         if CLASSES.get(text_type, ModelClass()).inner == ():
             return (Inner(above.rpartition(".")[0], f"{stem}ForCausalLM"),)
     return (Inner(above, f"{stem}Model"),) if above else ()
+
+
+def renamed_tower(view: CheckpointView) -> str | None:
+    """Return a tensor of Gemma 3's vision tower under the name of transformers 5, if there is one.
+
+    Its save_pretrained leaves `vision_model.` out, which this class of vLLM looks for.
+    """
+    if model_type(view) != "gemma3":
+        return None
+    towers = ("vision_tower.", "model.vision_tower.")
+    for name in sorted(view.tensors):
+        if name.startswith(towers) and "vision_tower.vision_model." not in name:
+            return name
+    return None

@@ -19,7 +19,7 @@ from kvq.errors import CheckpointError, InputError
 from kvq.geometry import Geometry, read_geometry
 from kvq.pipeline.probe import live_findings, probe
 from kvq.pipeline.reference import Compared, read_reference
-from kvq.provenance import read_provenance
+from kvq.provenance import Provenance, read_provenance
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def verify(
     findings += [finding for rule in rules for finding in rule.check(context)]
     readings: tuple[EngineReading, ...] = ()
     if ask is not None:
-        constant = context.provenance is not None and context.provenance.constant
-        readings, found = _ask(ask, view, geometry, constant=constant)
+        readings, found = _ask(ask, view, geometry, context.provenance)
         findings += found
     findings.sort(key=lambda f: (-1 if f.layer_idx is None else f.layer_idx, f.tensor or ""))
     checks = (len(rules) + len(readings)) * bool(geometry.layers)
@@ -109,14 +108,16 @@ def _context(
 
 
 def _ask(
-    ask: EngineQuestion, view: CheckpointView, geometry: Geometry, *, constant: bool
+    ask: EngineQuestion, view: CheckpointView, geometry: Geometry, provenance: Provenance | None
 ) -> tuple[tuple[EngineReading, ...], list[Finding]]:
     engines = get_engines(ask.names, ask.version)
     readings = {name: engine.read(view, geometry, ask.options) for name, engine in engines.items()}
+    constant = provenance is not None and provenance.constant
+    skipped = provenance.skip_layers if provenance is not None else ()
     findings = [
         finding
         for reading in readings.values()
-        for finding in engine_findings(reading, view, constant=constant)
+        for finding in engine_findings(reading, view, constant=constant, skipped=skipped)
     ]
     if ask.live is not None:
         options = EngineOptions(ask.options.kv_cache_dtype, "cpu")
