@@ -25,7 +25,7 @@ def engine_findings(
     if reading.error is not None:
         yield Finding(
             "engine.load", "error", f"{engine} fails to load this checkpoint: {reading.error}",
-            expected="a checkpoint that loads", found=reading.error,
+            expected="a checkpoint that loads", found=reading.error, fix=_fix_of_load(reading),
         )  # fmt: skip
         return
     values = [x for layer in reading.layers for used in (layer.k, layer.v) if used.tensor
@@ -47,6 +47,12 @@ def engine_findings(
                 layer.layer_idx, layer.k.tensor or layer.v.tensor,
                 expected="a cache with scales of the checkpoint", found=str(layer.cache_dtype),
             )  # fmt: skip
+
+
+def _fix_of_load(reading: EngineReading) -> str | None:
+    if reading.options.kv_cache_dtype == "fp8_e5m2":
+        return "--kv-cache-dtype fp8, which these scales are for; or a checkpoint without scales"
+    return None
 
 
 def _quantized(cache_dtype: str | None) -> bool:
@@ -88,6 +94,8 @@ def _value_findings(
     except (CheckpointError, KeyError):
         return  # unreadable, or hidden by the index: another rule says so
     value = np.array(used.value, np.float64)
+    if "doubled for gfx" in used.reason:
+        value /= 2  # there a code means half the number, so the product is as written
     same = value.size == stored.size and np.array_equal(value, stored, equal_nan=True)
     copied = used.tensor.endswith(".v_scale" if side == "k" else ".k_scale")
     if copied or not same:
