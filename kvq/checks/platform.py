@@ -10,7 +10,7 @@ from kvq.engines.vllm_values import FNUZ_PLATFORMS
 from kvq.formats import E4M3, E4M3_FNUZ_MAX, E5M2
 from kvq.geometry import Geometry, LayerGeometry
 
-_ELSEWHERE = "serve it on sm89 or newer, or a checkpoint without the declaration on this GPU"
+_COMMON = ("sm80", "sm89", "sm90", "sm100", "sm120")
 
 
 def platform_findings(reading: EngineReading, geometry: Geometry) -> Iterator[Finding]:
@@ -69,15 +69,28 @@ def _kernel_findings(
         yield Finding(
             "engine.kernel", "error",
             f"{where} has no attention backend for {what}: it does not start (source only)",
-            expected="a backend that keeps such a cache", found="none", fix=_ELSEWHERE,
+            expected="a backend that keeps such a cache", found="none",
+            fix=_elsewhere(dtype, head_dim),
         )  # fmt: skip
-    elif found == ("FlashInfer",) and dtype != "nvfp4":
+    elif _is_scarce(dtype, found):
         yield Finding(
             "engine.kernel", "warning",
             f"{where} keeps {what} in FlashInfer alone, and does not start where that is not "
             "installed or not chosen (source only)",
-            expected="more than one backend", found="FlashInfer", fix=_ELSEWHERE,
+            expected="more than one backend", found="FlashInfer", fix=_elsewhere(dtype, head_dim),
         )  # fmt: skip
+
+
+def _is_scarce(dtype: str, found: tuple[str, ...] | None) -> bool:
+    """Whether there is no backend, or one that is installed apart although others keep FP8."""
+    return found == () or (found == ("FlashInfer",) and dtype != "nvfp4")
+
+
+def _elsewhere(dtype: str, head_dim: int) -> str:
+    """Return where such a cache has backends to choose from, or what to do where none has."""
+    able = [p for p in _COMMON if not _is_scarce(dtype, backends(dtype, p, head_dim))]
+    other = "a checkpoint of these weights without the declaration"
+    return f"serve it on {', '.join(able)}; here, {other}" if able else f"serve {other}"
 
 
 def _fnuz_findings(engine: str, reading: EngineReading) -> Iterator[Finding]:

@@ -21,8 +21,9 @@ def backends(cache_dtype: str | None, platform: str, head_dim: int) -> tuple[str
     capability = int(match[1])
     flashinfer = 80 <= capability <= 121 and head_dim in FLASHINFER_HEADS
     if cache_dtype == "nvfp4":
-        misread = capability // 10 != 10 and head_dim == 64  # "fa2 prefill misreads" it, says vLLM
-        return ("FlashInfer",) if flashinfer and not misread else ()
+        family = capability // 10
+        misread = family != 10 and head_dim == 64  # "fa2 prefill misreads" it, says vLLM
+        return ("FlashInfer",) if flashinfer and family in (8, 9, 10, 12) and not misread else ()
     found = ["FlashAttention"] if _flash_attention(cache_dtype, capability, head_dim) else []
     found += ["FlashInfer"] if flashinfer else []
     found += ["Triton"] if capability >= _TRITON_FROM and head_dim >= 32 else []

@@ -104,11 +104,11 @@ def test_model_optimizer_2076_names_by_the_module_and_not_by_the_file(verify, va
     beside = scales("language_model.model.layers.{}.self_attn.k_scale")
     assert verify(variant(beside, CT, architecture="gemma3"), None, "--strict").code == 0
     by_module = scales("model.language_model.layers.{}.self_attn.k_scale")
-    found = verify(variant(by_module, CT, architecture="gemma3"))
-    assert {"scale.missing", "scale.stray"} <= found.errors
-    lost = verify(variant(scales(), CT, architecture="gemma3"), "vllm")
-    assert lost.code == 1
-    assert lost.errors <= {"engine.default", "engine.load"}
+    folder = variant(by_module, CT, architecture="gemma3")
+    assert verify(folder).errors == {"config.no_scales", "scale.missing", "scale.stray"}
+    assert verify(folder, "vllm", "--strict").code == 0  # it maps this prefix, as it does weights'
+    lost = verify(variant(scales(), CT, architecture="gemma3"), "vllm").one("engine.load")
+    assert "no module or parameter named 'model'" in lost["message"]
 
 
 def test_sglang_34765_one_latent_row_has_one_scale(verify, variant):
@@ -136,11 +136,16 @@ def test_fms_model_optimizer_208_a_model_without_keys_and_values(kvq, tmp_path):
     config = {"architectures": ["MLPForCausalLM"], "model_type": "mlp", "num_hidden_layers": 1}
     config |= {"hidden_size": 32, "num_attention_heads": 4}
     folder = checkpoint(tmp_path, config, weights(["model.layers.0.mlp.up_proj"]))
+    for command in ("verify", "inspect"):
+        result = kvq(command, folder, "--json")
+        assert (result.code, result.json["error"]["code"]) == (2, "geometry.no_attention")
+        assert "keeps no keys and values" in result.json["error"]["message"]
+    recurrent = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
+    config |= recurrent
+    folder = checkpoint(tmp_path, config, weights(["backbone.layers.0.mixer.in_proj"]))
     result = kvq("verify", folder, "--json")
-    assert result.code == 2
-    assert result.json["error"]["code"]
-    folder = checkpoint(tmp_path, config, layers(1))
-    assert kvq("verify", folder).code == 1
+    assert (result.code, result.json["error"]["code"]) == (2, "geometry.unsupported")
+    assert "recurrent state" in result.json["error"]["message"]
 
 
 def test_vllm_49262_draft_layers_and_where_their_scales_come_from(kvq, verify, tmp_path):
@@ -161,7 +166,7 @@ def test_vllm_49262_draft_layers_and_where_their_scales_come_from(kvq, verify, t
     assert verify(folder, None, "--strict").code == 0
 
 
-def test_a_file_of_scales_alone_is_no_folder_that_an_engine_reads(kvq, tmp_path):
+def test_llm_compressor_937_a_file_of_scales_alone_is_no_checkpoint(kvq, tmp_path):
     """K39, vllm-project/llm-compressor#937, vllm-project/vllm#11688: a user looked for the file of
     scales that an option takes; they are inside of the checkpoint."""
     path = tmp_path / "scales.safetensors"
