@@ -19,6 +19,13 @@ DRAFTED = {
     "num_key_value_heads": 2, "head_dim": 8, "dtype": "bfloat16", "quantization_config": CT,
 }  # fmt: skip
 
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 32,
+    "is_encoder_decoder": True, "decoder_layers": 2, "encoder_layers": 1, "num_hidden_layers": 1,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "dtype": "bfloat16",
+    "quantization_config": CT,
+}  # fmt: skip
+
 
 def hybrid(folder, found):
     linear = weights(f"model.layers.{i}.linear_attn.in_proj_qkvz" for i in range(8) if i % 4 != 3)
@@ -146,6 +153,28 @@ def test_fms_model_optimizer_208_a_model_without_keys_and_values(kvq, tmp_path):
     result = kvq("verify", folder, "--json")
     assert (result.code, result.json["error"]["code"]) == (2, "geometry.unsupported")
     assert "recurrent state" in result.json["error"]["message"]
+
+
+def test_tensorrt_llm_2748_attention_to_the_encoder_has_a_cache_of_its_own(kvq, verify, tmp_path):
+    """K71, NVIDIA/TensorRT-LLM#2748: no quantized cache worked for Whisper, whose decoder caches
+    its own keys and those of the encoder."""
+    own, cross = (f"model.decoder.layers.{{}}.{name}" for name in ("self_attn", "encoder_attn"))
+    paths = [path.format(i) for i in (0, 1) for path in (own, cross)]
+    projections = weights(
+        f"{path}.{leaf}"
+        for path in [*paths, "model.encoder.layers.0.self_attn"]
+        for leaf in ("q_proj", "k_proj", "v_proj", "out_proj")
+    )
+    half = scales(f"{own}.k_scale")
+    whole = half | scales(f"{cross}.k_scale", scale=2)
+    folder = checkpoint(tmp_path, WHISPER, projections, whole)
+    assert verify(folder, None, "--strict").code == 0
+    assert verify(folder, "vllm", "--strict").code == 0
+    folder = checkpoint(tmp_path, WHISPER, projections, half)
+    assert "KV scales: fp8, 2 of 4 layers" in kvq("inspect", folder).out
+    missing = {f["tensor"] for f in verify(folder).findings if f["code"] == "scale.missing"}
+    assert missing == whole.keys() - half.keys()
+    assert verify(folder, "vllm").errors == {"engine.default"}
 
 
 def test_vllm_49262_draft_layers_and_where_their_scales_come_from(kvq, verify, tmp_path):

@@ -42,7 +42,6 @@ ELSEWHERE = {
     "K67": "tests/test_state.py::test_what_is_written_reads_back_and_writes_the_same_bytes",
     "K68": "tests/commands/test_export.py"
     "::test_a_dead_head_is_an_error_that_names_layer_and_quantizer",
-    "K71": "tests/test_families.py::test_whisper_is_calibrated_from_python_with_its_audio",
     "K77": "tests/commands/test_calibrate.py::test_amax_equals_a_plain_recorder_bit_for_bit",
 }
 
