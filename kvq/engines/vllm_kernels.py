@@ -1,8 +1,9 @@
 """Which attention backends of vLLM 0.32 keep a quantized cache on an NVIDIA GPU.
 
-Read in its source, never run on such a GPU: `v1/attention/backends/flash_attn.py`, `fa_utils.py`,
-`flashinfer.py` and `triton_attn.py`, there what each backend says that it supports, and what
-Triton's refuses once it is built.
+No kernel was run: tests/goldens/vllm_backends.json holds what vLLM's own classes say of GPUs that
+were made up for them, made by scripts/record_vllm_backends.py.
+
+Sources: `v1/attention/backends/flash_attn.py`, `fa_utils.py`, `flashinfer.py`, `triton_attn.py`.
 """
 
 import re
