@@ -27,7 +27,7 @@ def one_cache_is_declared(context: Context) -> Iterator[Finding]:
     if len(set(named.values())) > 1:
         words = " and ".join(f"`{key}` says {algorithm}" for key, algorithm in named.items())
         yield Finding(
-            "config.contradiction", "error", f"{words}: readers refuse it, or follow one of them",
+            "config.disagree", "error", f"{words}: readers refuse it, or follow one of them",
             file="config.json", expected="one number format",
             found=", ".join(named.values()), fix="keep the one that the scales were made for",
         )  # fmt: skip

@@ -51,7 +51,7 @@ def engine_findings(
 
 def _fix_of_load(reading: EngineReading) -> str | None:
     if reading.options.kv_cache_dtype == "fp8_e5m2":
-        return "--kv-cache-dtype fp8, which these scales are for; or a checkpoint without scales"
+        return "--kv-cache-dtype fp8_e4m3, which the scales are for; or a checkpoint without them"
     return None
 
 

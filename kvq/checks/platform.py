@@ -33,7 +33,7 @@ def platform_findings(reading: EngineReading, geometry: Geometry) -> Iterator[Fi
         )  # fmt: skip
     if reading.cache_dtype == "fp8_e5m2" and any(x.k.tensor for x in reading.layers):
         yield Finding(
-            "engine.e5m2", "warning",
+            "engine.e5m2", "error",
             f"{engine} applies scales for E4M3, which ends at {E4M3.max:g}, to E5M2, which ends at "
             f"{E5M2.max:g}: nothing clips, and most of its range is not used",
             expected="a cache of fp8_e4m3", found="fp8_e5m2", fix="--kv-cache-dtype fp8_e4m3",
