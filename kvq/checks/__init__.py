@@ -6,6 +6,7 @@ one, write the function with the decorator `rule()` in the module of its subject
 
 from kvq.checks import (
     configuration,
+    heads,
     layers,
     modelopt,
     names,
@@ -18,6 +19,7 @@ from kvq.checks.context import rules_for
 
 __all__ = [
     "configuration",
+    "heads",
     "layers",
     "modelopt",
     "names",

@@ -49,7 +49,9 @@ class VLLM:
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions
     ) -> EngineReading:
         """Return what vLLM does with a checkpoint."""
-        blank = EngineReading(self.name, self.version, options, None, (), None, _notes(view))
+        checked = model_type(view) in CHECKED
+        notes = (*_notes(view), *_replicas(geometry, options.tp))
+        blank = EngineReading(self.name, self.version, options, None, (), None, notes, checked)
         try:
             quantization = read_quantization(view, options.kv_cache_dtype)
             cache_dtype, layers = attention_layers(
@@ -82,6 +84,14 @@ def _per_head(platform: str) -> str:
             "alone does (source only)"
         )
     return "scales per head need FlashAttention 3, which other attention backends do not replace"
+
+
+def _replicas(geometry: Geometry, tp: int) -> tuple[str, ...]:
+    """Say how GPUs share KV heads of which there are fewer."""
+    fewest = min((layer.num_key_value_heads for layer in geometry.layers), default=tp)
+    if geometry.is_mla or tp <= fewest or tp % fewest:
+        return ()
+    return (f"{fewest} KV heads on {tp} GPUs: each is replicated x{tp // fewest}, scales too",)
 
 
 def _notes(view: CheckpointView) -> tuple[str, ...]:

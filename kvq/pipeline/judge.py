@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, CheckpointView
 from kvq.checks.engines import engine_findings
+from kvq.checks.platform import platform_findings
 from kvq.dialects.documents import LEGACY_NAME
 from kvq.dialects.sglang_json import FILE_NAME
 from kvq.engines import get_engine
@@ -106,7 +107,10 @@ def _unread(
     reading = get_engine(name).read(view, geometry, options)
     layers = plan.scales.layers if plan.scales else ()
     constant = {s for layer in layers for s in layer.provenance.values()} == {"constant"}
-    found = engine_findings(reading, view, constant=constant)
+    found = [
+        *engine_findings(reading, view, constant=constant),
+        *platform_findings(reading, geometry),
+    ]
     wrong = [finding for finding in found if finding.severity == "error"]
     if not wrong:
         return None
