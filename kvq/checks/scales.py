@@ -96,7 +96,8 @@ def finite_positive_plausible(context: Context) -> Iterator[Finding]:
 _WEIGHT_LEAF = re.compile(
     r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?|pre_quant_scale|scales"
 )
-_SCALE_LEAF = re.compile(r"(scale|zero_point)[^.]*$|_proj\.[kv]_bias$")
+_SCALE_LEAF = re.compile(r"scale|zero_point")
+_AFFINE = ("_proj.k_bias", "_proj.v_bias")  # ModelOpt's zero points
 
 
 @rule(spelling=True)
@@ -107,7 +108,7 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
         leaf = tensor.rpartition(".")[2]
-        if not _SCALE_LEAF.search(tensor):
+        if not _SCALE_LEAF.search(leaf) and not tensor.endswith(_AFFINE):
             continue
         suspect = f".{tensor}".endswith(SUFFIXES) or (
             not _WEIGHT_LEAF.fullmatch(leaf) and bool(_parents(tensor) & attentions)

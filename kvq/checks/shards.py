@@ -6,8 +6,6 @@ from kvq.checkpoint import INDEX_NAME
 from kvq.checks.context import SUFFIXES, Context, file_of, rule
 from kvq.checks.findings import Finding
 from kvq.engines.vllm_classes import renamed_tower
-from kvq.errors import KvqError
-from kvq.files import read_json
 
 
 @rule()
@@ -78,17 +76,13 @@ def one_place_per_scale(context: Context) -> Iterator[Finding]:
 @rule(spelling=True)
 def total_size_is_right(context: Context) -> Iterator[Finding]:
     """The index's sum of bytes, which no engine reads, but tools that fetch checkpoints do."""
-    if context.view.weight_map is None:
+    declared = context.view.total_size
+    if declared is None:
         return
-    try:
-        metadata = read_json(context.view.root / INDEX_NAME).get("metadata")
-    except KvqError:
-        return
-    declared = metadata.get("total_size") if isinstance(metadata, dict) else None
     loaded = sum(info.end - info.start for info in context.view.tensors.values())
     held = sum(info.end - info.start for file in context.view.files.values()
                for info in file.tensors.values())  # fmt: skip
-    if declared not in (None, loaded, held):
+    if declared not in (loaded, held):
         yield Finding(
             "index.total_size", "warning",
             f"the index says {declared!r} bytes, and the tensors have {loaded}; no engine minds",
