@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvq.errors import KvqError
@@ -175,9 +176,9 @@ def report(found: "Report", *, form: str, strict: bool) -> None:
     elif form == "junit":
         answer(_junit(found))
     else:
-        line = _github_line if form == "github" else _human_line
-        for finding in found.findings:
-            answer(line(finding))
+        for finding, layers in _by_layers(found.findings):
+            line = _human_line(finding, layers)
+            answer(_github_line(finding, line) if form == "github" else line)
         errors = sum(f.severity == "error" for f in found.findings)
         warnings = len(found.findings) - errors
         for reading in found.readings:
@@ -198,8 +199,31 @@ def _reading_line(reading: "EngineReading") -> str:
     )
 
 
-def _human_line(finding: "Finding") -> str:
-    where = "" if finding.layer_idx is None else f"layer {finding.layer_idx}: "
+def _by_layers(findings: Iterable["Finding"]) -> list[tuple["Finding", list[int]]]:
+    """Return findings with their layers; those that differ in the layer alone stand together."""
+    groups: dict[Finding, list[int]] = {}
+    for finding in findings:
+        layers = groups.setdefault(replace(finding, layer_idx=None, tensor=None), [])
+        if finding.layer_idx is not None:
+            layers.append(finding.layer_idx)
+    return list(groups.items())
+
+
+def _layers(numbers: list[int]) -> str:
+    """Return `layer 3: ` or `layers 0-2, 7: `, nothing for none."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number in (ranges[-1][1], ranges[-1][1] + 1):
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    many = len(shown) > 1 or "-" in "".join(shown)
+    return f"layer{'s' if many else ''} {', '.join(shown)}: " if shown else ""
+
+
+def _human_line(finding: "Finding", layers: list[int]) -> str:
+    where = _layers(layers)
     detail = ""
     if finding.expected or finding.found:
         detail = f" (expected {finding.expected}, found {finding.found})"
@@ -208,8 +232,8 @@ def _human_line(finding: "Finding") -> str:
     return f"{finding.severity} [{finding.code}] {where}{finding.message}{file}{detail}{fix}"
 
 
-def _github_line(finding: "Finding") -> str:
-    escaped = _human_line(finding).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+def _github_line(finding: "Finding", line: str) -> str:
+    escaped = line.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{finding.severity} title={finding.code}::{escaped}"
 
 
@@ -224,7 +248,8 @@ def _junit(found: "Report") -> str:
         case = ElementTree.SubElement(
             suite, "testcase", classname=finding.code, name=finding.tensor or finding.code
         )
-        ElementTree.SubElement(case, "failure", message=_human_line(finding))
+        layers = [] if finding.layer_idx is None else [finding.layer_idx]
+        ElementTree.SubElement(case, "failure", message=_human_line(finding, layers))
     if not found.findings:
         ElementTree.SubElement(suite, "testcase", classname="kvq", name="verify")
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)

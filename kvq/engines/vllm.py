@@ -151,7 +151,7 @@ class _Loading:
             raise NotModelledError("no layer of the checkpoint keeps a KV cache")
         for file in self.view.files.values():
             for name in file.tensors:
-                if not is_scale(name) and not is_expert(name):
+                if not is_expert(name) and not is_scale(name):
                     modules.add_tensor(name)
         modules.add_encoder_attention()
         for layer in self.layers if modules.cls.attention_in_tree else ():

@@ -38,7 +38,7 @@ class QuantizedLinears:
 
     def leave_over(self, name: str) -> bool:
         """Whether a tensor is of a quantized linear layer, but vLLM's layer is not quantized."""
-        return is_linear_scale(name) and not is_expert(name) and name.rpartition(".")[0] not in self
+        return not is_expert(name) and is_linear_scale(name) and name.rpartition(".")[0] not in self
 
     def __contains__(self, path: str) -> bool:
         if self._none or path in self._exact:

@@ -68,12 +68,15 @@ _LINEAR = re.compile(
 
 def is_scale(name: str) -> bool:
     """Whether a tensor is, or is meant to be, a scale or zero point of attention."""
+    leaf = name[name.rfind(".") + 1 :]
+    if leaf.startswith("weight") and "_cache." not in name:
+        return False  # most tensors of a large checkpoint, without a search
     return bool(_SCALE.search(name))
 
 
 def is_linear_scale(name: str) -> bool:
     """Whether a tensor belongs to a quantized linear layer, beside or instead of its weight."""
-    return bool(_LINEAR.search(name))
+    return not name.endswith(".weight") and bool(_LINEAR.search(name))
 
 
 def is_expert(name: str) -> bool:

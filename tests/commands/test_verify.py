@@ -282,3 +282,13 @@ def test_a_model_without_a_cache_is_an_error_not_a_pass(kvq, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = kvq("verify", tmp_path, "--json")
     assert (result.code, result.json["error"]["code"]) == (2, "verify.no_checks")
+
+
+def test_findings_that_differ_in_the_layer_alone_are_one_line(kvq, exported):
+    checkpoint = exported("gemma3")
+    argv = ["verify", checkpoint, "--engine", "vllm", "--kv-cache-dtype", "bfloat16"]
+    lines = [line for line in kvq(*argv).out.splitlines() if "[engine.unquantized]" in line]
+    assert [line.partition(": ")[0] for line in lines] == ["error [engine.unquantized] layers 0-3"]
+    argv += ["--kv-cache-dtype", "auto", "--kv-cache-dtype-skip-layers", "0,2,3"]
+    assert "error [engine.unquantized] layers 0, 2-3: " in kvq(*argv).out
+    assert len(kvq(*argv, "--json").json["findings"]) == 3
