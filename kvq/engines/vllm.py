@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
-from kvq.engines.vllm_classes import CHECKED, VERSIONS, model_type, renamed_tower
+from kvq.engines.vllm_checked import checked
+from kvq.engines.vllm_classes import VERSIONS, model_type, renamed_tower
 from kvq.engines.vllm_config import (
     LoadError,
     NotModelledError,
@@ -49,9 +50,9 @@ class VLLM:
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions
     ) -> EngineReading:
         """Return what vLLM does with a checkpoint."""
-        checked = model_type(view) in CHECKED
-        notes = (*_notes(view), *_replicas(geometry, options.tp))
-        blank = EngineReading(self.name, self.version, options, None, (), None, notes, checked)
+        known = checked(model_type(view), self.version)
+        notes = (*_notes(view, known=known), *_replicas(geometry, options.tp))
+        blank = EngineReading(self.name, self.version, options, None, (), None, notes, known)
         try:
             quantization = read_quantization(view, options.kv_cache_dtype)
             cache_dtype, layers = attention_layers(
@@ -94,10 +95,9 @@ def _replicas(geometry: Geometry, tp: int) -> tuple[str, ...]:
     return (f"{fewest} KV heads on {tp} GPUs: each is replicated x{tp // fewest}, scales too",)
 
 
-def _notes(view: CheckpointView) -> tuple[str, ...]:
-    if model_type(view) in CHECKED:
-        return ()
-    return (f"model class not checked against real vLLM: `{model_type(view) or 'unknown'}`",)
+def _notes(view: CheckpointView, *, known: bool) -> tuple[str, ...]:
+    kind = model_type(view) or "unknown"
+    return () if known else (f"model class not checked against real vLLM: `{kind}`",)
 
 
 @dataclass

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import EngineOptions
-from kvq.engines.vllm_classes import UNSUPPORTED, Loader, ModelClass, class_of, inner_of, model_type
+from kvq.engines.vllm_checked import UNSUPPORTED
+from kvq.engines.vllm_classes import Loader, ModelClass, class_of, inner_of, model_type
 from kvq.engines.vllm_config import (
     LoadError,
     NotModelledError,

@@ -234,6 +234,17 @@ def test_a_model_class_that_was_not_compared_is_noted(folder):
     assert reading.layers == read("ct-name-attention", folder).layers
 
 
+@pytest.mark.parametrize(
+    ("kind", "versions"),
+    [("llama", ["0.29.0", "0.30.0", "0.31.0", "0.32.0"]), ("llava", ["0.31.0", "0.32.0"]),
+     ("phi", ["0.32.0"]), ("olmo", ["0.30.0", "0.31.0", "0.32.0"])],
+)  # fmt: skip
+def test_what_an_earlier_version_was_not_compared_on_is_noted(folder, kind, versions):
+    for version in get_engine("vllm").versions:
+        reading = read("ct-name-attention", folder, config={"model_type": kind}, version=version)
+        assert reading.checked == (version in versions)
+
+
 @pytest.mark.parametrize("name", ["ct-name-attention", "modelopt-name-modelopt"])
 @pytest.mark.parametrize("odd", [None, True, 0, 3.5, "FP8", [], ["a"], [{}], {"a": 1}], ids=str)
 def test_no_config_breaks_the_model(name, odd, folder):
