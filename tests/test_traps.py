@@ -530,7 +530,7 @@ CASES = [
          kvq_made(skip_layers=[1]), layer=1, severity="warning",
          twin_options=("--kv-cache-dtype-skip-layers", "1")),
     Case(36, "flag not meant", kvq_made(), "engine.unquantized", kvq_made(skip_layers=[1]),
-         layer=1, options=("--kv-cache-dtype-skip-layers", "1"),
+         layer=1, options=("--kv-cache-dtype-skip-layers", "1"), severity="warning",
          twin_options=("--kv-cache-dtype-skip-layers", "1")),
     *[Case(37, "zero points", "ct-zero-points-nonzero", "engine.zero_point", "ct-zero-points",
            engine=engine) for engine in ("vllm", "sglang", "transformers")],

@@ -87,8 +87,9 @@ def _layer_findings(
     yield from _zero_point_findings(reading, layer, view)
     tensor = layer.k.tensor or layer.v.tensor
     if not quantized and layer.layer_idx not in skipped:
+        asked = reading.options.skip_layers and _quantized(reading.cache_dtype)
         yield Finding(
-            "engine.unquantized", "error",
+            "engine.unquantized", "warning" if asked else "error",
             f"{engine} uses no scales for this layer's cache (`{layer.cache_dtype}`)",
             layer.layer_idx, tensor,
             expected="a cache with scales of the checkpoint", found=str(layer.cache_dtype),

@@ -290,5 +290,5 @@ def test_findings_that_differ_in_the_layer_alone_are_one_line(kvq, exported):
     lines = [line for line in kvq(*argv).out.splitlines() if "[engine.unquantized]" in line]
     assert [line.partition(": ")[0] for line in lines] == ["error [engine.unquantized] layers 0-3"]
     argv += ["--kv-cache-dtype", "auto", "--kv-cache-dtype-skip-layers", "0,2,3"]
-    assert "error [engine.unquantized] layers 0, 2-3: " in kvq(*argv).out
+    assert "warning [engine.unquantized] layers 0, 2-3: " in kvq(*argv).out
     assert len(kvq(*argv, "--json").json["findings"]) == 3
