@@ -1,4 +1,4 @@
-"""Mutate small valid checkpoints and run `kvq inspect` and `kvq verify` on each: no crash, ever.
+"""Mutate small valid checkpoints and run inspect, verify and dry exports on each: no crash, ever.
 
 Usage: python scripts/fuzz.py [--count 10000] [--seed 0] [--only NUMBER]
 
@@ -38,7 +38,17 @@ from kvq.tensorfile import header_bytes
 
 SECONDS = 5
 MEMORY = 3 << 30  # of address space
-COMMANDS = (("inspect",), ("verify",), ("verify", "--engine", "vllm"))
+HERE = "{}"  # stands for the checkpoint
+OUT = str(Path(tempfile.gettempdir()) / "kvq-fuzz-never-written")
+ENGINES = [f"--engine={name}" for name in ("vllm", "sglang", "transformers", "tensorrt-llm")]
+COMMANDS = (
+    ("inspect", HERE),
+    ("verify", HERE),
+    ("verify", HERE, "--engine", "vllm"),
+    ("inspect", HERE, *ENGINES),
+    ("export", HERE, "--scales", HERE, "-o", OUT, "--dry-run"),
+    ("export", HERE, "--strip", "-o", OUT, "--dry-run"),
+)
 
 Files = dict[str, bytes]
 
@@ -397,7 +407,8 @@ def fuzz(count: int, seed: int, only: int | None = None) -> tuple[Counter[str], 
         write(files, folder)
         for command in COMMANDS:
             verbose = ["-v"] * (only is not None)
-            code, problem = attempt([*verbose, *command, str(folder), *as_json])
+            argv = [str(folder) if part == HERE else part for part in command]
+            code, problem = attempt([*verbose, *argv, *as_json])
             counts[f"{' '.join(command)}: exit {code}"] += 1
             if problem is not None:
                 again = f"python scripts/fuzz.py --seed {seed} --only {number}"
@@ -421,8 +432,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write(files, Path(folder))
             for command in COMMANDS:
-                code, problem = attempt([*command, folder])
-                if problem is not None or (command == ("inspect",) and code != 0):
+                code, problem = attempt([folder if x == HERE else x for x in command])
+                if problem is not None or (command == ("inspect", HERE) and code != 0):
                     sys.exit(f"`{' '.join(command)}` of a valid checkpoint: {code}, {problem}")
     counts, failures = fuzz(args.count, args.seed, args.only)
     for failure in failures:
