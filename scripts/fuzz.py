@@ -46,7 +46,7 @@ COMMANDS = (
     ("verify", HERE),
     ("verify", HERE, "--engine", "vllm"),
     ("inspect", HERE, *ENGINES),
-    ("export", HERE, "--scales", HERE, "-o", OUT, "--dry-run"),
+    ("export", HERE, "--scales", HERE, "-o", OUT, "--dry-run", "--allow-unread"),
     ("export", HERE, "--strip", "-o", OUT, "--dry-run"),
 )
 
