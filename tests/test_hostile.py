@@ -439,6 +439,32 @@ def test_values_of_other_types_are_no_crash(kvq, checkpoint, change):
     survived(kvq, checkpoint)
 
 
+@pytest.mark.parametrize("bits", ["8" * 5000, "٨", "²", -8, 10**400, True, [8]])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "tensorrt-llm"])
+def test_numbers_of_bits_that_are_none(kvq, checkpoint, bits, engine):
+    def change(config):
+        group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"}}
+        config["quantization_config"]["config_groups"] = {"group_0": group}
+        config["quantization_config"]["kv_cache_scheme"]["num_bits"] = bits
+
+    edit(checkpoint / "config.json", change)
+    assert kvq("inspect", checkpoint, "--engine", engine).code == 0
+
+
+@pytest.mark.parametrize("amax", [[], [1.0] * 7, [1.0]])
+def test_a_record_of_other_heads_gives_no_scales(kvq, checkpoint, amax, tmp_path):
+    def change(header):
+        found = json.loads(header["__metadata__"]["kvq"])
+        found["amax"] = dict.fromkeys(found["amax"], amax)
+        header["__metadata__"]["kvq"] = json.dumps(found)
+
+    edit_header(checkpoint / SCALES, change)
+    argv = ["export", checkpoint, "--scales", checkpoint, "-o", tmp_path / "out", "--json"]
+    result = kvq(*argv)
+    assert (result.code, result.json["error"]["code"]) == (2, "export.heads")
+    assert not (tmp_path / "out").exists()
+
+
 def damaged(text):
     return lambda header: header["__metadata__"].update(kvq=text)
 

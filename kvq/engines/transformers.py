@@ -293,4 +293,4 @@ def _renamed(name: str) -> str:
 
 
 def _natural_key(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

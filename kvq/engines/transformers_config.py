@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.checkpoint import CheckpointView
+from kvq.files import shorten
 
 COMPRESSED_TENSORS, FP8 = "compressed-tensors", "fp8"
 # Methods that transformers knows beside these two, each with a package of its own. It ignores all
@@ -222,8 +223,8 @@ def read_scheme(raw: Any) -> Scheme:
     if not isinstance(raw, dict):
         raise _invalid("", "Input should be a valid dictionary or instance of QuantizationArgs")
     bits, kind, named = raw.get("num_bits", 8), raw.get("type", "int"), raw.get("strategy")
-    if not (type(bits) is int or (isinstance(bits, str) and bits.isdecimal())):
-        raise NotModelledError(f"`num_bits` of {bits!r} in a scheme")
+    if not (type(bits) is int or (isinstance(bits, str) and len(bits) < 9 and bits.isdecimal())):
+        raise NotModelledError(f"`num_bits` of {shorten(bits)} in a scheme")
     if not isinstance(kind, str) or not isinstance(named, str | None):
         raise NotModelledError(f"`type` of {kind!r}, `strategy` of {named!r}")
     if raw.get("actorder") not in (None, False, "weight", "static"):

@@ -12,7 +12,7 @@ from kvq.configs import KV, Q, QuantizerEntry, with_granularity
 from kvq.dialects import find, read_scales
 from kvq.errors import CheckpointError, InputError
 from kvq.formats import get_format
-from kvq.geometry import Geometry, read_geometry
+from kvq.geometry import Geometry, LayerGeometry, read_geometry
 from kvq.pipeline.convert import Wanted, check_complete, check_lengths, convert_scales
 from kvq.pipeline.reference import json_scales
 from kvq.provenance import Provenance, read_provenance
@@ -97,16 +97,19 @@ def check_same_model(calibration: Calibration, geometry: Geometry) -> None:
                 code="export.quantizers",
                 hint="calibrate this model",
             )
-        for quantizer, amax in stats.amax.items():
-            query = quantizer == QUERY
-            heads = layer.num_attention_heads if query else layer.num_key_value_heads
-            if amax.size != heads:
-                raise CheckpointError(
-                    f"`{quantizer}` of layer {layer.layer_idx} has statistics of {amax.size} "
-                    f"heads, the checkpoint has {heads}",
-                    code="export.heads",
-                    hint="calibrate this model",
-                )
+        _check_heads(layer, stats.amax)
+
+
+def _check_heads(layer: LayerGeometry, found: Mapping[str, np.ndarray]) -> None:
+    for quantizer, amax in found.items():
+        heads = layer.num_attention_heads if quantizer == QUERY else layer.num_key_value_heads
+        if amax.size != heads:
+            raise CheckpointError(
+                f"`{quantizer}` of layer {layer.layer_idx} has statistics of {amax.size} heads, "
+                f"the checkpoint has {heads}",
+                code="export.heads",
+                hint="calibrate this model",
+            )
 
 
 def _check_paths(paths: Sequence[str], geometry: Geometry, what: str) -> None:
@@ -173,6 +176,7 @@ def _from_provenance(
                 f"the record of the scales lacks amax of layer {layer.layer_idx}",
                 code="provenance.damaged",
             )
+        _check_heads(layer, amax)
         tokens = provenance.tokens.get(layer.attention, 0)
         layers.append(LayerStats(layer.layer_idx, layer.attention, amax, tokens, layer.shared_from))
     _check_follows(layer_scales(layers, same, provenance.margin), scales, provenance)
