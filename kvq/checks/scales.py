@@ -231,7 +231,8 @@ def weights_unchanged(context: Context) -> Iterator[Finding]:
     """The weights are those that were calibrated, if the provenance says which."""
     if context.provenance is None:
         return
-    expected, found = context.provenance.weight_fingerprint, weight_fingerprint(context.view)
+    provenance, found = context.provenance, weight_fingerprint(context.view)
+    expected = provenance.exported_onto or provenance.weight_fingerprint
     if found != expected:
         yield Finding(
             "provenance.weights", "error", "the scales were calibrated on other weights",
