@@ -127,7 +127,10 @@ def mxfp4(weight: np.ndarray) -> Tensors:
     blocks = weight.reshape(rows, columns // 32, 32)
     exponent = np.ceil(np.log2(np.abs(blocks).max(-1, keepdims=True) / E2M1_MAX))
     codes = _e2m1_codes(blocks / np.exp2(exponent))
-    return {"weight_blocks": _nibbles(codes), "weight_scales": (exponent + 127)[..., 0].astype("u1")}
+    return {
+        "weight_blocks": _nibbles(codes),
+        "weight_scales": (exponent + 127)[..., 0].astype("u1"),
+    }
 
 
 def _asymmetric(weight: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

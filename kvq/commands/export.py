@@ -88,7 +88,7 @@ def export(
         )
         plan = plan_export(root, scales, options)
     verdicts = judge(plan, open_checkpoint(root), engines, wanted, allow_unread=allow_unread)
-    notices = plan.notices + tuple(verdict.unread for verdict in verdicts if verdict.unread)
+    notices = plan.notices + tuple(filter(None, (v.unread or v.unknown for v in verdicts)))
     if not dry_run:
         notices += write_export(plan, root, out, overwrite=overwrite, link=link)
     commands = {verdict.engine: verdict.command(out) for verdict in verdicts}

@@ -16,14 +16,15 @@ class DialectPlan:
 
     Args:
         tensors: name → float32 scale.
-        documents: JSON files to write, whole, by name; `config.json` among them if it changes.
+        documents: JSON files to write, whole, by name; `config.json` among them if it changes. None
+            for a file of the base that has nothing more to say, and is left out.
         stored: the scales as they are written, after the dialect's rounding.
         losses: what the dialect cannot say, in words.
         unread: why its reader does not use the scales as meant, None if it does.
     """
 
     tensors: Mapping[str, np.ndarray]
-    documents: Mapping[str, Mapping[str, Any]]
+    documents: Mapping[str, Mapping[str, Any] | None]
     stored: ScaleSet
     losses: tuple[str, ...] = ()
     unread: str | None = None
@@ -73,6 +74,6 @@ class Dialect(Protocol):
         """Return float32 scales as the dialect stores them; never smaller."""
         ...
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
-        """Return the JSON files, by name, without any declaration of the cache."""
+    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+        """Return the JSON files, by name, without any declaration of the cache; None: left out."""
         ...

@@ -79,7 +79,7 @@ class CompressedTensors:
         """Return the values themselves: they are stored and read in float32."""
         return values
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
         """Return config.json without cache scheme and attention groups."""
         place, config = view.quantization_config_place, view.quantization_config
         if place is None or config is None:

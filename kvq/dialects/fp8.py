@@ -58,6 +58,6 @@ class FP8:
         """Return each value, or the next larger one that the model's dtype has."""
         return ModelOpt().stored(values, view)
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
         """Return config.json without such keys."""
         return ModelOpt().strip(view) if self.declared(view).format else {}

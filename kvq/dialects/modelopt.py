@@ -85,9 +85,9 @@ class ModelOpt:
         half = model_dtype(view) == FLOAT16
         return ceil_to(values, np.float16 if half else ml_dtypes.bfloat16)
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
-        """Return both files without an algorithm for the cache."""
-        documents: dict[str, Mapping[str, Any]] = {}
+    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+        """Return both files without an algorithm for the cache, if something is left in them."""
+        documents: dict[str, Mapping[str, Any] | None] = {}
         config, place = view.quantization_config, view.quantization_config_place
         if config is not None and place is not None:
             kept = {key: value for key, value in config.items() if key not in _CACHE_KEYS}
@@ -98,7 +98,8 @@ class ModelOpt:
         legacy = _legacy(view)
         if legacy is not None:
             inner = {**legacy["quantization"], "kv_cache_quant_algo": None}
-            documents[LEGACY_NAME] = {**legacy, "quantization": inner}
+            some = inner.get("quant_algo") or inner.get("quantized_layers")
+            documents[LEGACY_NAME] = {**legacy, "quantization": inner} if some else None
         return documents
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvq.checkpoint import CheckpointView
 from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.documents import LEGACY_NAME
 from kvq.errors import CheckpointError, DialectError
 from kvq.files import read_json
 from kvq.geometry import Geometry, text_config
@@ -47,6 +48,8 @@ class SGLangJSON:
                 hint="--kv-cfg FP8_KV_CFG --granularity tensor",
             )
         method = (view.quantization_config or {}).get("quant_method")
+        if view.quantization_config is None and (view.root / LEGACY_NAME).is_file():
+            method = "modelopt"
         if method is not None and (view.kv_cache_scheme or str(method).startswith("modelopt")):
             raise DialectError(
                 f"`{method}` loads scales of its own, and SGLang stops with a TypeError when such "
@@ -82,7 +85,7 @@ class SGLangJSON:
         """Return the values themselves."""
         return values
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any]]:
+    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
         """Return nothing to change."""
         return {}
 

@@ -217,7 +217,7 @@ def _assemble(
     replaced = (
         f"{len(old)} scale tensors of the source are {'replaced' if scale_shard else 'removed'}"
     )
-    documents = dict(written.documents)
+    documents = {name: found for name, found in written.documents.items() if found is not None}
     return ExportPlan(
         shards=shards,
         scale_shard=scale_shard,
@@ -227,8 +227,8 @@ def _assemble(
         config=documents.get(CONFIG_NAME, view.config),
         weight_map=weight_map if count > 1 else None,
         total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
-        side_files=_side_files(view, documents, carry),
-        notices=(*_left_behind(view, documents, carry), *((replaced,) if old else ())),
+        side_files=_side_files(view, written.documents, carry),
+        notices=(*_left_behind(view, written.documents, carry), *((replaced,) if old else ())),
         dialect=None,
     )
 
@@ -254,6 +254,11 @@ def _left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str)
         notices.append(
             f"{LEGACY_NAME} not carried along: TensorRT-LLM would follow it, not config.json"
         )
+    notices += [
+        f"{name} not carried along: it declared the cache only"
+        for name, document in documents.items()
+        if document is None
+    ]
     stray = [name for name in view.unindexed_files if name not in consolidated]
     if stray:
         notices.append(f"{', '.join(stray)} not carried along: the index does not name it")

@@ -186,6 +186,8 @@ def _from_provenance(
         "amax": dict(provenance.amax),
         "tokens": dict(provenance.tokens),
     }
+    if provenance.exported_onto is not None:  # asked for once, it holds for these weights
+        record["exported_onto"] = provenance.exported_onto
     return ScaleSource(
         computed, provenance.weight_fingerprint, record, provenance.attention_class,
         tuple(provenance.skip_layers),
