@@ -315,8 +315,13 @@ def store(base: Base, tensors: Mapping[str, np.ndarray]) -> Tensors:
     return found | base.old
 
 
-def write(base: Base, model: Path, folder: Path) -> Path:
-    """Write a base made from the dense checkpoint `model`, with every side file."""
+def write(
+    base: Base, model: Path, folder: Path, spread: Callable[[Tensors, Path], None] | None = None
+) -> Path:
+    """Write a base made from the dense checkpoint `model`, with every side file.
+
+    `spread` writes the tensors, where they are not to be spread as the base says.
+    """
     config, tensors = dense(model)
     folder.mkdir()
     config |= {"tie_word_embeddings": base.tied, **base.config}
@@ -325,11 +330,11 @@ def write(base: Base, model: Path, folder: Path) -> Path:
         (folder / "hf_quant_config.json").write_text(json.dumps(base.legacy, indent=4))
     for name, text in SIDE_FILES.items():
         (folder / name).write_bytes(text.encode())
-    spread(store(base, tensors), folder, base.shards)
+    (spread or partial(evenly, shards=base.shards))(store(base, tensors), folder)
     return folder
 
 
-def spread(tensors: Tensors, folder: Path, shards: int) -> None:
+def evenly(tensors: Tensors, folder: Path, shards: int) -> None:
     """Write one file, or several with an index; the tensors in name order."""
     names = sorted(tensors)
     if shards == 1:

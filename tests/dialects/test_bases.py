@@ -1,4 +1,4 @@
-"""Every base × dialect × format: written as meant and nothing else touched, or refused."""
+"""Every base by dialect and format: written as meant and nothing else touched, or refused."""
 
 import hashlib
 import io
@@ -116,8 +116,8 @@ def root(tmp_path_factory):
     generator = np.random.default_rng(0)
     lines = [json.dumps({"input_ids": generator.integers(0, 128, n).tolist()}) for n in (17, 40)]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    kvq("calibrate", folder / "dense", "--dataset", folder / "rows.jsonl", "--seq-len", 64,
-        "--min-tokens", 1, "--kv-cfg", "FP8_PER_HEAD_KV_CFG", "-o", folder / "calibration")  # fmt: skip
+    argv = ["--dataset", folder / "rows.jsonl", "--seq-len", 64, "--min-tokens", 1]
+    kvq("calibrate", folder / "dense", *argv, "-o", folder / "calibration")
     return folder
 
 
@@ -222,7 +222,6 @@ def test_each_base_is_exported_onto_or_refused_with_the_reason(root, base, group
                         found[cell] = plan.dialect
                     except KvqError as error:
                         found[cell] = error.code
-                        assert str(error)
                     wanted[cell] = expected(group, name, dialect, form, engine)
     assert found == wanted
 
