@@ -10,10 +10,10 @@ import pytest
 
 from kvq.cli import run
 from tests import bases, models
-from tests.dialects.test_bases import by_side, json_of, read, tensors, up_to_bf16
 from tests.engines.architectures import ARCHITECTURES
 from tests.engines.layouts import save, write_index
 from tests.engines.variants import write as write_variant
+from tests.exports import by_side, json_of, read, tensors, up_to_bf16
 
 HELD = {  # (attention, side) → what the old checkpoints hold; no two alike, none of bfloat16
     (path, side): 0.011 + 0.01 * i + 0.005 * (side == "v")
