@@ -135,6 +135,15 @@ def json_of(folder, name="config.json"):
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def without_null(config):
+    """Drop a cache's null entry, which says the same as none."""
+    own = config.get("quantization_config")
+    if own is None:
+        return config
+    kept = {k: v for k, v in own.items() if not (k == "kv_cache_scheme" and v is None)}
+    return {**config, "quantization_config": kept}
+
+
 CELLS = [
     (group, name, dialect, form)
     for group, members in GROUPS.items() for name in members

@@ -20,6 +20,7 @@ from kvq.scales import ScaleSet
 STRATEGY = {"tensor": "tensor", "head": "attn_head"}
 SCHEMA_VERSION = "0.20.0"  # of compressed-tensors, whose schema this is
 _TYPES = {"fp8_e4m3": "float", "int8": "int"}  # of `kv_cache_scheme`, all of 8 bits
+_MORE = ("transform_config", "sparsity_config", "moe_sparsity_config")  # not of the cache
 
 _REASON = {
     "int8": "vLLM accepts only 8-bit floats in `kv_cache_scheme`; transformers alone runs INT8",
@@ -86,7 +87,11 @@ class CompressedTensors:
             return {}
         groups = {name: group for name, group in view.config_groups.items() if group.get("weights")}
         kept = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
-        rest = {**kept, "config_groups": groups} if groups else None
+        own = str(config.get("quant_method")).lower().replace("_", "-") == self.name
+        if not own:  # of another method, whose weights need it
+            return {CONFIG_NAME: at_place(view.config, place, kept)}
+        some = groups or any(kept.get(key) for key in _MORE)
+        rest = {**kept, "config_groups": groups} if some else None
         return {CONFIG_NAME: at_place(view.config, place, rest)}
 
 

@@ -72,13 +72,7 @@ class ModelOpt:
         config = view.quantization_config
         if config is None:
             config = _legacy(view) or {}
-        inner = config.get("quantization")
-        places = (inner, config) if isinstance(inner, dict) else (config,)
-        for key in _CACHE_KEYS:
-            for place in places:
-                if place.get(key):
-                    return Declared(_format(place[key]))
-        return Declared(None)
+        return Declared(_declared(config))
 
     def stored(self, values: np.ndarray, view: CheckpointView) -> np.ndarray:
         """Return each value, or the next larger one that the model's dtype has."""
@@ -101,6 +95,26 @@ class ModelOpt:
             some = inner.get("quant_algo") or inner.get("quantized_layers")
             documents[LEGACY_NAME] = {**legacy, "quantization": inner} if some else None
         return documents
+
+
+def declared_formats(view: CheckpointView) -> set[str]:
+    """Return the cache formats that config.json and hf_quant_config.json declare, if both exist.
+
+    More than one: the two contradict each other, and engines follow one or the other.
+    """
+    config, legacy = view.quantization_config, _legacy(view)
+    found = {_declared(places) for places in (config, legacy) if places is not None}
+    return {name for name in found if name is not None}
+
+
+def _declared(config: Mapping[str, Any]) -> str | None:
+    inner = config.get("quantization")
+    places = (inner, config) if isinstance(inner, dict) else (config,)
+    for key in _CACHE_KEYS:
+        for place in places:
+            if place.get(key):
+                return _format(place[key])
+    return None
 
 
 def round_up(scales: ScaleSet, stored: Any, view: CheckpointView) -> ScaleSet:

@@ -11,23 +11,20 @@ import numpy as np
 import kvq
 from kvq.checkpoint import (
     CONFIG_NAME,
-    INDEX_NAME,
     SINGLE_NAME,
     CheckpointView,
     open_checkpoint,
     weight_fingerprint,
 )
-from kvq.dialects import dialect_of, find, get_dialect
+from kvq.dialects import dialect_of, get_dialect
 from kvq.dialects.base import Dialect, DialectPlan, Target
 from kvq.dialects.documents import LEGACY_NAME, other_method
 from kvq.errors import CheckpointError
-from kvq.files import MARKER
 from kvq.geometry import Geometry, read_geometry
 from kvq.pipeline.convert import Wanted
+from kvq.pipeline.layout import declares_more, left_behind, old_scales, shard_name, side_files
 from kvq.pipeline.scale_source import ScaleSource, read_source
 from kvq.scales import ScaleSet
-
-_OWN = (MARKER, INDEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def plan_strip(model: Path) -> ExportPlan:
     geometry = read_geometry(view.config, view.tensors)
     dialect = dialect_of(view)
     documents = dialect.strip(view)
-    if not _old_scales(view, geometry) and dialect.declared(view).format is None:
+    if not old_scales(view, geometry) and not declares_more(view, documents):
         raise CheckpointError(
             f"`{model}` has no scales and declares no quantized cache", code="strip.nothing"
         )
@@ -179,19 +176,12 @@ def _dialect(view: CheckpointView, scales: ScaleSet, options: ExportOptions) -> 
     return dialect
 
 
-def _old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
-    suffixes = (".k_scale", ".v_scale", ".q_scale", ".kv_scale",
-                ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
-    named = {name for name in view.tensors if name.endswith(suffixes)}
-    return named | {scale.tensor for scale in find(view, geometry).all}
-
-
 def _assemble(
     view: CheckpointView, geometry: Geometry, written: DialectPlan, metadata: Mapping[str, str],
     *, carry: str,
 ) -> ExportPlan:  # fmt: skip
     """Lay out the files: only a shard that holds old scales is written anew."""
-    old = set() if not written.tensors and not _strips(written) else _old_scales(view, geometry)
+    old = set() if not written.tensors and not _strips(written) else old_scales(view, geometry)
     kept = []
     for source in view.loaded_files:
         if source.startswith("consolidated"):
@@ -200,7 +190,7 @@ def _assemble(
         if names - old:
             kept.append((source, tuple(sorted(names & old))))
     count = len(kept) + bool(written.tensors)
-    named = [SINGLE_NAME] if count == 1 else [_shard_name(i, count) for i in range(1, count + 1)]
+    named = [SINGLE_NAME] if count == 1 else [shard_name(i, count) for i in range(1, count + 1)]
     shards = tuple(
         Shard(source, target, drop) for (source, drop), target in zip(kept, named, strict=False)
     )
@@ -227,63 +217,14 @@ def _assemble(
         config=documents.get(CONFIG_NAME, view.config),
         weight_map=weight_map if count > 1 else None,
         total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
-        side_files=_side_files(view, written.documents, carry),
-        notices=(*_left_behind(view, written.documents, carry), *((replaced,) if old else ())),
+        side_files=side_files(view, written.documents, carry),
+        notices=(*left_behind(view, written.documents, carry), *((replaced,) if old else ())),
         dialect=None,
     )
 
 
 def _strips(written: DialectPlan) -> bool:
     return not written.stored.layers
-
-
-def _shard_name(number: int, count: int) -> str:
-    # the one naming that vLLM, SGLang, TensorRT-LLM and transformers all read
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> list[str]:
-    notices = []
-    consolidated = [name for name in view.files if name.startswith("consolidated")]
-    if consolidated:
-        notices.append(
-            f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
-            "shards and never see the scales"
-        )
-    if _is_stale(LEGACY_NAME, documents, carry) and (view.root / LEGACY_NAME).exists():
-        notices.append(
-            f"{LEGACY_NAME} not carried along: TensorRT-LLM would follow it, not config.json"
-        )
-    notices += [
-        f"{name} not carried along: it declared the cache only"
-        for name, document in documents.items()
-        if document is None
-    ]
-    stray = [name for name in view.unindexed_files if name not in consolidated]
-    if stray:
-        notices.append(f"{', '.join(stray)} not carried along: the index does not name it")
-    code = sorted(path.name for path in view.root.glob("*.py"))
-    if code:
-        notices.append(f"code of the model is copied, never run: {', '.join(code)}")
-    return notices
-
-
-def _is_stale(name: str, documents: Mapping[str, Any], carry: str) -> bool:
-    """Whether a side file would contradict what is written."""
-    return name == LEGACY_NAME and name not in documents and carry == "compressed-tensors"
-
-
-def _side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            path.name
-            for path in view.root.iterdir()
-            if path.is_file()
-            and path.suffix != ".safetensors"
-            and path.name not in (*_OWN, *documents)
-            and not _is_stale(path.name, documents, carry)
-        )
-    )
 
 
 def _metadata(source: ScaleSource, scales: ScaleSet, dialect: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ from tests.exports import (
     kvq,
     read,
     tensors,
+    without_null,
 )
 
 LEGACY = "hf_quant_config.json"
@@ -134,12 +135,3 @@ def without_cache(document):
         if key not in ("kv_cache_scheme", "kv_cache_quant_algo") and not only_cache:
             kept[key] = inner
     return kept
-
-
-def without_null(config):
-    """Drop a cache's null entry, which says the same as none."""
-    own = config.get("quantization_config")
-    if own is None:
-        return config
-    kept = {k: v for k, v in own.items() if not (k == "kv_cache_scheme" and v is None)}
-    return {**config, "quantization_config": kept}

@@ -13,7 +13,7 @@ from tests import bases, models
 from tests.engines.architectures import ARCHITECTURES
 from tests.engines.layouts import save, write_index
 from tests.engines.variants import write as write_variant
-from tests.exports import by_side, json_of, read, tensors, up_to_bf16
+from tests.exports import by_side, json_of, read, tensors, up_to_bf16, without_null
 
 HELD = {  # (attention, side) → what the old checkpoints hold; no two alike, none of bfloat16
     (path, side): 0.011 + 0.01 * i + 0.005 * (side == "v")
@@ -248,6 +248,29 @@ def test_a_multimodal_base_keeps_its_prefix_and_the_place_of_its_quantization(tm
     assert run(["verify", str(tmp_path / "new"), "--engine", "vllm"]) == 0
     export(tmp_path / "new", "--strip", "-o", tmp_path / "bare")
     assert tensors(tmp_path / "bare") == tensors(source)
+
+
+@pytest.mark.parametrize("name", [*bases.WITHOUT_SCALES, *bases.COMPRESSED, *bases.FP8])
+def test_strip_takes_stray_scales_and_nothing_of_the_weights_declaration(dense, tmp_path, name):
+    base, old = bases.BASES[name], old_scales("attention")
+    source = old_checkpoint(dense, tmp_path / "old", old, base)
+    export(source, "--strip", "-o", tmp_path / "bare")
+    assert without_null(json_of(tmp_path / "bare")) == without_null(json_of(source))
+    before = tensors(source)
+    assert tensors(tmp_path / "bare") == {n: before[n] for n in before.keys() - old.keys()}
+
+
+def test_strip_keeps_rotations_and_removes_a_scheme_that_kvq_does_not_know(dense, tmp_path):
+    rotations = {"config_groups": {"R1": {"type": "hadamard"}}}
+    scheme = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "symmetric": True}
+    for number, own in enumerate(({"transform_config": rotations}, {})):
+        source = tmp_path / f"old-{number}"
+        declared = KV_ONLY | {"kv_cache_scheme": scheme} | own
+        bases.write(bases.Base(config={"quantization_config": declared}), dense, source)
+        export(source, "--strip", "-o", tmp_path / f"bare-{number}")
+        left = json_of(tmp_path / f"bare-{number}").get("quantization_config")
+        rest = {key: value for key, value in declared.items() if key != "kv_cache_scheme"}
+        assert left == (rest if own else None)
 
 
 def test_code_of_the_model_is_copied_with_a_word_and_never_run(dense, tmp_path, capfd):
