@@ -12,7 +12,7 @@ import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
 from kvq.dialects.base import Declared, DialectPlan, Target
-from kvq.dialects.documents import LEGACY_NAME, at_place, other_method
+from kvq.dialects.documents import LEGACY_NAME, at_place, method_of, other_method
 from kvq.dialects.spellings import SPELLINGS
 from kvq.errors import DialectError
 from kvq.scales import ScaleSet
@@ -87,8 +87,7 @@ class CompressedTensors:
             return {}
         groups = {name: group for name, group in view.config_groups.items() if group.get("weights")}
         kept = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
-        own = str(config.get("quant_method")).lower().replace("_", "-") == self.name
-        if not own:  # of another method, whose weights need it
+        if method_of(config) != self.name:  # of another method, whose weights need it
             return {CONFIG_NAME: at_place(view.config, place, kept)}
         some = groups or any(kept.get(key) for key in _MORE)
         rest = {**kept, "config_groups": groups} if some else None
@@ -138,14 +137,16 @@ def _base_config(view: CheckpointView) -> dict[str, Any]:
             "transform_config": {},
             "version": SCHEMA_VERSION,
         }
-    if base.get("quant_method") != "compressed-tensors":
-        raise other_method(str(base.get("quant_method")), None)
+    if method_of(base) != "compressed-tensors":
+        raise other_method(str(method_of(base)), None)
     groups = base.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise DialectError(
             "`config_groups` of the checkpoint is not an object of objects", code="dialect.base"
         )
-    return {**base, "config_groups": groups, "quantization_status": "compressed"}
+    # as every reader wants them: SGLang and transformers know one spelling of the method
+    own = {"quant_method": CompressedTensors.name, "quantization_status": "compressed"}
+    return {**base, "config_groups": groups, **own}
 
 
 def _with_attention(

@@ -18,11 +18,18 @@ from kvq.checkpoint import (
 )
 from kvq.dialects import dialect_of, get_dialect
 from kvq.dialects.base import Dialect, DialectPlan, Target
-from kvq.dialects.documents import LEGACY_NAME, other_method
+from kvq.dialects.documents import LEGACY_NAME, method_of, other_method
 from kvq.errors import CheckpointError
 from kvq.geometry import Geometry, read_geometry
 from kvq.pipeline.convert import Wanted
-from kvq.pipeline.layout import declares_more, left_behind, old_scales, shard_name, side_files
+from kvq.pipeline.layout import (
+    declares_more,
+    draft_scales,
+    left_behind,
+    old_scales,
+    shard_name,
+    side_files,
+)
 from kvq.pipeline.scale_source import ScaleSource, read_source
 from kvq.scales import ScaleSet
 
@@ -166,7 +173,7 @@ def _dialect(view: CheckpointView, scales: ScaleSet, options: ExportOptions) -> 
     """
     if options.dialect != "auto":
         return get_dialect(options.dialect)
-    method = (view.quantization_config or {}).get("quant_method")
+    method = method_of(view.quantization_config)
     if method is None and not (view.root / LEGACY_NAME).is_file():
         alone = options.engines == ("tensorrt-llm",)
         return get_dialect("modelopt" if alone else "compressed-tensors")
@@ -182,6 +189,8 @@ def _assemble(
 ) -> ExportPlan:  # fmt: skip
     """Lay out the files: only a shard that holds old scales is written anew."""
     old = set() if not written.tensors and not _strips(written) else old_scales(view, geometry)
+    if not _strips(written) and written.stored.granularity == "tensor":
+        old -= draft_scales(view, geometry)  # nothing replaces these
     kept = []
     for source in view.loaded_files:
         if source.startswith("consolidated"):

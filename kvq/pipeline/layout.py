@@ -1,5 +1,6 @@
 """The files of an export: what of the source comes along, and under which name."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ from kvq.files import MARKER, read_json
 from kvq.geometry import Geometry
 
 _OWN = (MARKER, INDEX_NAME)
+# The weights once more, in a form that is read where there is no safetensors file.
+_OTHER_WEIGHTS = re.compile(
+    r"(pytorch_model.*\.bin(\.index\.json)?|consolidated.*\.pth|.*\.(gguf|h5|msgpack|onnx|ckpt))"
+)
 
 
 def old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
@@ -18,6 +23,11 @@ def old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
                 ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
     named = {name for name in view.tensors if name.endswith(suffixes)}
     return named | {scale.tensor for scale in find(view, geometry).all}
+
+
+def draft_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
+    """Return the names of scales of draft layers, which no calibration observes."""
+    return {scale.tensor for scale in find(view, geometry).drafts}
 
 
 def declares_more(view: CheckpointView, stripped: Mapping[str, Any]) -> bool:
@@ -61,10 +71,22 @@ def left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) 
     stray = [name for name in view.unindexed_files if name not in consolidated]
     if stray:
         notices.append(f"{', '.join(stray)} not carried along: the index does not name it")
+    others = [
+        path.name
+        for path in sorted(view.root.iterdir())
+        if not path.name.startswith(".")
+        and (path.is_dir() or _is_other_weights(path.name) or path.match("adapter_*.safetensors"))
+    ]
+    if others:
+        notices.append(f"{', '.join(others)} not carried along: no shard of this model")
     code = sorted(path.name for path in view.root.glob("*.py"))
     if code:
         notices.append(f"code of the model is copied, never run: {', '.join(code)}")
     return notices
+
+
+def _is_other_weights(name: str) -> bool:
+    return bool(_OTHER_WEIGHTS.fullmatch(name))
 
 
 def _is_stale(name: str, documents: Mapping[str, Any], carry: str) -> bool:
@@ -80,6 +102,7 @@ def side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -
             for path in view.root.iterdir()
             if path.is_file()
             and path.suffix != ".safetensors"
+            and not _is_other_weights(path.name)
             and path.name not in (*_OWN, *documents)
             and not _is_stale(path.name, documents, carry)
         )

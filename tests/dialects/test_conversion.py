@@ -273,6 +273,57 @@ def test_strip_keeps_rotations_and_removes_a_scheme_that_kvq_does_not_know(dense
         assert left == (rest if own else None)
 
 
+def test_strip_keeps_the_method_fp8_where_it_declares_a_cache(dense, tmp_path):
+    declared = bases.FP8["fp8-tensor"].config["quantization_config"]
+    for number, scheme in enumerate(("static", {"num_bits": 8, "type": "float"})):
+        source, config = tmp_path / f"old-{number}", declared | {"kv_cache_scheme": scheme}
+        base = bases.FP8["fp8-tensor"]
+        base = bases.Base(base.attention, base.mlp, {"quantization_config": config})
+        bases.write(base, dense, source)
+        export(source, "--strip", "-o", tmp_path / f"bare-{number}")
+        assert json_of(tmp_path / f"bare-{number}")["quantization_config"] == declared
+
+
+@pytest.mark.parametrize("method", ["compressed_tensors", "Compressed-Tensors"])
+def test_a_method_in_another_spelling_comes_out_in_the_one_that_all_readers_know(
+    dense, tmp_path, method
+):
+    base = bases.BASES["ct-w4a16"]
+    config = base.config["quantization_config"] | {"quant_method": method}
+    base = bases.Base(base.attention, base.mlp, {"quantization_config": config})
+    source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"), base)
+    export(source, "--scales", source, "-o", tmp_path / "new")
+    written = json_of(tmp_path / "new")["quantization_config"]
+    assert written.pop("kv_cache_scheme")["num_bits"] == 8
+    expected = config | {"quant_method": "compressed-tensors"}
+    assert written == {key: value for key, value in expected.items() if key != "kv_cache_scheme"}
+    assert run(["verify", str(tmp_path / "new"), "--engine", "vllm"]) == 0
+
+
+def test_scales_of_a_draft_layer_stay(dense, tmp_path):
+    source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"))
+    config = json_of(source) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    export(source, "--scales", source, "-o", tmp_path / "new", "--allow-unread")
+    before, after = tensors(source), tensors(tmp_path / "new")
+    drafts = {f"{bases.ATTENTION[1]}.{side}_scale" for side in "kv"}
+    assert {name: after.get(name) for name in drafts} == {name: before[name] for name in drafts}
+
+
+def test_what_is_left_behind_is_said(dense, tmp_path, capfd):
+    source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"))
+    (source / "original").mkdir()
+    (source / "original" / "params.json").write_text("{}")
+    for name in ("pytorch_model.bin", "model-q4.gguf"):
+        (source / name).write_text("{}")
+    export(source, "--scales", source, "-o", tmp_path / "new")
+    said = capfd.readouterr().err
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    for name in ("original", "pytorch_model.bin", "model-q4.gguf"):
+        assert name in said
+        assert name not in names
+
+
 def test_code_of_the_model_is_copied_with_a_word_and_never_run(dense, tmp_path, capfd):
     source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"))
     export(source, "--scales", source, "-o", tmp_path / "new")
