@@ -198,14 +198,21 @@ def _assemble(
         names = set(view.files[source].tensors)
         if names - old:
             kept.append((source, tuple(sorted(names & old))))
+    if not kept:
+        raise CheckpointError(
+            f"`{view.root}` has no weights beside {', '.join(view.files)}, not carried along",
+            code="export.no_weights",
+            hint="convert it to Hugging Face's names first",
+        )
     count = len(kept) + bool(written.tensors)
     named = [SINGLE_NAME] if count == 1 else [shard_name(i, count) for i in range(1, count + 1)]
     shards = tuple(
         Shard(source, target, drop) for (source, drop), target in zip(kept, named, strict=False)
     )
     scale_shard = named[-1] if written.tensors else None
+    targets = {shard.source: shard.target for shard in shards}
     weight_map = {
-        name: shard.target
+        name: targets.get(_indexed(view, name), shard.target)
         for shard in shards
         for name in view.files[shard.source].tensors
         if name not in shard.drop
@@ -230,6 +237,12 @@ def _assemble(
         notices=(*left_behind(view, written.documents, carry), *((replaced,) if old else ())),
         dialect=None,
     )
+
+
+def _indexed(view: CheckpointView, name: str) -> str:
+    """Return the shard that the source's index names for a tensor, where it is really there."""
+    named = (view.weight_map or {}).get(name, "")
+    return named if named in view.files and name in view.files[named].tensors else ""
 
 
 def _strips(written: DialectPlan) -> bool:

@@ -75,10 +75,14 @@ def left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) 
         path.name
         for path in sorted(view.root.iterdir())
         if not path.name.startswith(".")
-        and (path.is_dir() or _is_other_weights(path.name) or path.match("adapter_*.safetensors"))
+        and (
+            not path.is_file()
+            or _is_other_weights(path.name)
+            or path.match("adapter_*.safetensors")
+        )
     ]
     if others:
-        notices.append(f"{', '.join(others)} not carried along: no shard of this model")
+        notices.append(f"{', '.join(others)} not carried along: no file, or no shard of this model")
     code = sorted(path.name for path in view.root.glob("*.py"))
     if code:
         notices.append(f"code of the model is copied, never run: {', '.join(code)}")

@@ -324,6 +324,72 @@ def test_what_is_left_behind_is_said(dense, tmp_path, capfd):
         assert name not in names
 
 
+def test_a_tensor_in_two_shards_stays_in_the_one_that_the_index_names(dense, tmp_path):
+    source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"))
+    index = json_of(source, "model.safetensors.index.json")["weight_map"]
+    twice = next(name for name, file in index.items() if file == SHARDS[0])
+    _, weights = bases.dense(dense)
+    held = {name: weights[name] for name, file in index.items() if file == SHARDS[2]}
+    save(source / SHARDS[2], held | {twice: weights[twice] * 2})
+    export(source, "--scales", source, "-o", tmp_path / "new")
+    written = json_of(tmp_path / "new", "model.safetensors.index.json")["weight_map"]
+    assert written[twice] == "model-00001-of-00004.safetensors"
+    assert {name: file[:11] for name, file in written.items() if name in weights} == {
+        name: file[:11] for name, file in index.items() if name in weights
+    }
+
+
+def test_a_checkpoint_of_consolidated_files_alone_is_refused(dense, tmp_path, capfd):
+    source = bases.write(bases.Base(), dense, tmp_path / "old")
+    (source / "model.safetensors").rename(source / "consolidated.safetensors")
+    named = {name: float(array[0]) for name, array in old_scales("attention").items()}
+    (tmp_path / "scales.json").write_text(json.dumps({"schema": 1, "scales": named}))
+    export(source, "--scales", tmp_path / "scales.json", "-o", tmp_path / "new", code=2)
+    assert "has no weights beside consolidated.safetensors" in capfd.readouterr().err
+
+
+def test_scales_of_another_checkpoint_are_written_onto_a_quantized_copy_when_asked(
+    dense, tmp_path, capfd
+):
+    source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"))
+    copy = bases.write(bases.BASES["ct-w4a16"], dense, tmp_path / "copy")
+    export(copy, "--scales", source, "-o", tmp_path / "no", code=2)
+    assert "the scales belong to other weights" in capfd.readouterr().err
+    export(copy, "--scales", source, "-o", tmp_path / "new", "--for-other-weights")
+    assert "are written onto" in capfd.readouterr().err
+    assert by_side(read(tmp_path / "new")) == {key: [f32(x)] for key, x in HELD.items()}
+    assert run(["verify", str(tmp_path / "new"), "--engine", "vllm"]) == 0
+
+
+def test_int8_scales_become_fp8_scales_of_the_same_amax(dense, tmp_path):
+    scheme = KV_ONLY["kv_cache_scheme"] | {"type": "int"}
+    config = KV_ONLY | {"kv_cache_scheme": scheme}
+    source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"), config=config)
+    export(source, "--scales", source, "--kv-cfg", "FP8_KV_CFG", "-o", tmp_path / "new")
+    assert read(tmp_path / "new").format == "fp8_e4m3"
+    for key, (found,) in by_side(read(tmp_path / "new")).items():
+        assert found == pytest.approx(HELD[key] * 127 / 448, rel=1e-6)
+
+
+def test_modelopt_in_text_config_is_served_with_the_option_that_vllm_needs(tmp_path, capfd):
+    source = tmp_path / "source"
+    write_variant("gemma3-none", source)
+    config = json_of(source)
+    own = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"]}
+    config["text_config"]["quantization_config"] = own
+    (source / "config.json").write_text(json.dumps(config))
+    layers = ARCHITECTURES["gemma3"].layers
+    named = {f"{layers}.{i}.self_attn.{s}_scale": 0.01 + i / 64 + (s == "k") / 128
+             for i in (0, 1) for s in "kv"}  # fmt: skip
+    (tmp_path / "scales.json").write_text(json.dumps({"schema": 1, "scales": named}))
+    export(source, "--scales", tmp_path / "scales.json", "-o", tmp_path / "new")
+    assert capfd.readouterr().out.splitlines()[-1].endswith("--kv-cache-dtype fp8")
+    argv = ["verify", str(tmp_path / "new"), "--engine", "vllm"]
+    assert run(argv) == 1
+    assert run([*argv, "--kv-cache-dtype", "fp8"]) == 0
+    assert "quantization_config" not in json_of(tmp_path / "new")
+
+
 def test_code_of_the_model_is_copied_with_a_word_and_never_run(dense, tmp_path, capfd):
     source = old_checkpoint(dense, tmp_path / "old", old_scales("attention"))
     export(source, "--scales", source, "-o", tmp_path / "new")
