@@ -55,12 +55,15 @@ def config_declares_scales(context: Context) -> Iterator[Finding]:
             file="config.json", expected="scale tensors", found="none",
         )  # fmt: skip
     if scheme:
-        yield from _scheme_findings(config or {}, scheme)
+        int8 = context.provenance is not None and context.provenance.format == "int8"
+        yield from _scheme_findings(config or {}, scheme, int8=int8)
 
 
-def _scheme_findings(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterator[Finding]:
+def _scheme_findings(
+    config: Mapping[str, Any], scheme: Mapping[str, Any], *, int8: bool
+) -> Iterator[Finding]:
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-    if (scheme.get("type"), scheme.get("num_bits")) == ("int", 8):
+    if int8 and (scheme.get("type"), scheme.get("num_bits")) == ("int", 8):
         yield Finding(
             "config.int8", "warning", "the cache is INT8: transformers alone runs it so",
             file="config.json", expected="float", found="int",
