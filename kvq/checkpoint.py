@@ -4,7 +4,7 @@ import gc
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class CheckpointView:
 
     `tensors` maps each name to where engines load it from: the shard the index names, else the
     last file in natural order that holds it. `duplicates` lists names held by several files.
+    `total_size` is what the index says of it, of whatever type.
     """
 
     root: Path
@@ -42,6 +43,7 @@ class CheckpointView:
     files: Mapping[str, TensorFile]
     weight_map: Mapping[str, str] | None = None
     duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    total_size: Any = None
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -144,9 +146,10 @@ def open_checkpoint(path: Path) -> CheckpointView:
         raise _not_a_checkpoint(path, names)
     if CONFIG_NAME not in names:
         raise CheckpointError(f"`{path}` has no config.json", code="checkpoint.no_config")
-    weight_map = _weight_map(path) if INDEX_NAME in names else None
+    weight_map, total_size = _index(path) if INDEX_NAME in names else (None, None)
     config = read_json(path / CONFIG_NAME)
-    return _view(path, config, [path / name for name in shards], weight_map)
+    view = _view(path, config, [path / name for name in shards], weight_map)
+    return replace(view, total_size=total_size)
 
 
 def _is_usable(file: Path) -> bool:
@@ -183,8 +186,10 @@ def _not_a_checkpoint(path: Path, names: list[str]) -> CheckpointError:
     )
 
 
-def _weight_map(root: Path) -> dict[str, str]:
-    weight_map = read_json(root / INDEX_NAME).get("weight_map")
+def _index(root: Path) -> tuple[dict[str, str], Any]:
+    """Return the index's map of tensors to files, and the size that it states."""
+    index = read_json(root / INDEX_NAME)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"`{INDEX_NAME}` has no `weight_map`", code="index.no_weight_map")
     for file in sorted(set(weight_map.values())):
@@ -194,7 +199,7 @@ def _weight_map(root: Path) -> dict[str, str]:
                 code="index.path",
             )
     _check_names([*weight_map, *set(weight_map.values())], INDEX_NAME)
-    return weight_map
+    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
 def _view(

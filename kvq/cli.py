@@ -10,7 +10,7 @@ import typer
 
 import kvq
 from kvq import console
-from kvq.commands import calibrate, export, inspect, verify
+from kvq.commands import calibrate, export, inspect, merge, verify
 from kvq.errors import KvqError
 
 EXIT_CODES = (
@@ -27,7 +27,7 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (calibrate, export, inspect, verify):
+for module in (calibrate, merge, export, inspect, verify):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 
@@ -48,7 +48,7 @@ def _app(
         bool, typer.Option("--verbose", "-v", help="Show tracebacks of internal errors.")
     ] = False,
 ) -> None:
-    """Calibrate, export, inspect and verify KV-cache quantization scales."""
+    """Calibrate, merge, export, inspect and verify KV-cache quantization scales."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -2,10 +2,12 @@
 
 Usage: KVQ_VLLM_PYTHON=/path/to/python python scripts/record_vllm.py [NAME...]
 
-Writes tests/goldens/vllm.json; with names, only their entries change. vLLM runs in a process of
-its own, on the CPU: it builds the model the way the server does, runs its weight loader and
-`process_weights_after_loading`, allocates no cache and starts no engine. A variant that ends the
-process is recorded as a crash, and a new process takes over.
+Writes tests/goldens/vllm.json; with names, only their entries change. Where the vLLM is an earlier
+one than that of the file, what differs goes to tests/goldens/vllm_earlier.json instead.
+
+vLLM runs in a process of its own, on the CPU: it builds the model the way the server does, runs
+its weight loader and `process_weights_after_loading`, allocates no cache and starts no engine. A
+variant that ends the process is recorded as a crash, and a new process takes over.
 
 `stage` says where an error came from: "config" (the engine config), "construction" (the modules),
 "loading" (the weights), "processing" (after all weights are there), "crash".
@@ -26,6 +28,7 @@ from unittest.mock import MagicMock
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "goldens" / "vllm.json"
+EARLIER = ROOT / "tests" / "goldens" / "vllm_earlier.json"
 WORKER = "--worker"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -56,7 +59,7 @@ def main() -> None:
             jobs.append({"name": name, "path": str(path), "options": options})
         while jobs:
             jobs = run(jobs, recorded, log=Path(folder, "log"))
-    GOLDEN.write_text(text_of(recorded))
+    save(recorded)
 
 
 def run(jobs: list[dict], recorded: dict, *, log: Path) -> list[dict]:
@@ -85,10 +88,34 @@ def run(jobs: list[dict], recorded: dict, *, log: Path) -> list[dict]:
     return jobs[done:]
 
 
+def save(recorded: dict) -> None:
+    """Write all answers, or those of an earlier version that differ."""
+    latest = json.loads(GOLDEN.read_text())
+    version = recorded["vllm"]
+    if [int(part) for part in version.split(".")] >= [int(x) for x in latest["vllm"].split(".")]:
+        GOLDEN.write_text(text_of(recorded))
+        return
+    earlier = json.loads(EARLIER.read_text()) if EARLIER.exists() else {}
+    earlier[version] = {
+        name: answer
+        for name, answer in recorded["variants"].items()
+        if answer != latest["variants"][name]
+    }
+    parts = [
+        f" {json.dumps(one)}: {{\n" + ",\n".join(lines_of(earlier[one])) + "\n }"
+        for one in sorted(earlier)
+    ]
+    EARLIER.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def lines_of(answers: dict) -> list[str]:
+    return [f"  {json.dumps(name)}: {json.dumps(answer, sort_keys=True, allow_nan=False)}"
+            for name, answer in sorted(answers.items())]  # fmt: skip
+
+
 def text_of(recorded: dict) -> str:
     """One line per variant, so that a change shows as one."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(answer, sort_keys=True, allow_nan=False)}"
-             for name, answer in sorted(recorded["variants"].items())]  # fmt: skip
+    lines = lines_of(recorded["variants"])
     return '{\n "variants": {\n' + ",\n".join(lines) + (
         f'\n }},\n "vllm": {json.dumps(recorded["vllm"])}\n}}\n'
     )  # fmt: skip

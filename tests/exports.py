@@ -17,6 +17,7 @@ from tests import bases, models
 
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
 
+PLATFORM = {"nvfp4": "sm100"}  # where a GPU has such a cache; sm90 else
 FORMATS = {  # (format, granularity) → options of export
     "fp8": ("--kv-cfg", "FP8_KV_CFG"),
     "fp8-head": ("--kv-cfg", "FP8_PER_HEAD_KV_CFG"),
@@ -197,6 +198,7 @@ class Exports:
             target = self.root / "-".join(cell)
             argv = ["--scales", self.calibration, *FORMATS[form], "--dialect", dialect,
                     "-o", target, "--for-other-weights", "--json",
+                    "--platform", PLATFORM.get(form, "sm90"),
                     *(word for engine in readers for word in ("--for", engine))]  # fmt: skip
             with redirect_stdout(io.StringIO()) as out:
                 kvq("export", self.base(name), *argv)

@@ -19,6 +19,8 @@ FAMILIES = {
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "num_hidden_layers": 4,
                                     "query_pre_attn_scalar": 8}),
     "phi3": ("Phi3Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 64, "num_experts": 4,
+                                     "num_experts_per_tok": 2}),
 }  # fmt: skip
 SERVABLE = {"hidden_size": 128, "head_dim": 32}  # head sizes that vLLM's CPU attention takes
 

@@ -115,7 +115,8 @@ def test_family(kvq, family, tmp_path):
             np.testing.assert_array_equal(layer.amax[quantizer], amax[:: amax.size // layer.amax[
                 quantizer].size])  # fmt: skip
 
-    unbuilt = name in ("jamba", "mpt", "t5", "bart")  # what vLLM 0.32 cannot load, scales or not
+    # what vLLM 0.32 cannot load, scales or not; gemma3 as it is saved by transformers 5
+    unbuilt = name in ("jamba", "mpt", "t5", "bart", "gemma3")
     unread = ["--allow-unread"] if geometry.is_mla or unbuilt else []
     argv = ["--scales", tmp_path / "calibration", "-o", tmp_path / "checkpoint", *unread]
     assert kvq("export", folder, *argv).code == 0

@@ -535,6 +535,69 @@ def test_a_sparse_file_of_a_terabyte(checkpoint):
     assert run_limited("inspect", checkpoint)["code"] == "tensorfile.large_tensor"
 
 
+# --- patterns of layers -------------------------------------------------------------------------
+
+
+def quantized_with(pattern, names):
+    """Weights in FP8 with scales of such names, none of which the pattern matches."""
+
+    def build(folder):
+        from tests.engines.quantization import W8A8, ct
+        from tests.engines.tensors import filled, scales
+        from tests.engines.variant import Variant
+        from tests.engines.variants import write_variant
+
+        config = ct(config_groups={"group_0": W8A8}, ignore=[f"re:{pattern}"],
+                    format="float-quantized")  # fmt: skip
+        extra = scales() | {f"{name}.weight_scale": filled(0.1) for name in names}
+        write_variant(Variant(extra, config, "fp8-channel"), folder)
+
+    return build
+
+
+LONG = "model.layers.0." + "a" * 900
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(.+)+!", "((.|.))+!", "(.+(?#())+!", "(?:(.|.)x?)*!",
+        "(a|a|.)*!", "(.*)*(.*)*!", "(?:(?:.+)+)+!", "((.?){9}){9}!", ".*" * 200 + "!",
+        "(.|.)" * 90 + "!", ".?" * 240 + "!" * 5, "(?x)(.+ #)\n)+!", "(?=(.+)+!)", "(" * 10_000,
+        "[" * 400, ".{1,99999}.{1,99999}.{1,99999}!", "(.*!)*?", "(.++)++!",
+        r"(.+)\1+\1+\1+!", "a{99999999999999999999}", "*", "\\",
+    ],
+)  # fmt: skip
+def test_a_pattern_that_would_run_for_ever_is_not_run(kvq, tmp_path, pattern):
+    quantized_with(pattern, [LONG])(tmp_path / "checkpoint")
+    for command in (("verify", "--engine", "vllm"), ("inspect", "--engine", "vllm")):
+        result = kvq(*command, tmp_path / "checkpoint", "--json")
+        assert result.code in (0, 1), result.out
+        assert result.err == ""
+        (reading,) = result.json["engines"]
+        assert any("pattern" in note or "excluded" in note for note in reading["notes"])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r".*lm_head", r"model\.layers\.\d+\.mlp\..*", ".*(q|k|v|o)_proj$", "^(?!.*mlp).*",
+     "re:.*self_attn.*", "[(]+", "(?i).*LM_HEAD"],
+)  # fmt: skip
+def test_patterns_that_models_have_are_run(kvq, tmp_path, pattern):
+    quantized_with(pattern, [])(tmp_path / "checkpoint")
+    result = kvq("verify", tmp_path / "checkpoint", "--engine", "vllm", "--json")
+    (reading,) = result.json["engines"]
+    assert reading["error"] or all(layer["k"]["value"] for layer in reading["layers"])
+
+
+def test_many_names_for_a_costly_pattern_are_too_many(kvq, tmp_path):
+    names = [f"model.layers.{layer}.{'b' * 300}" for layer in range(300)]
+    quantized_with(".*b.*b.*c", names)(tmp_path / "checkpoint")
+    result = kvq("verify", tmp_path / "checkpoint", "--engine", "vllm", "--json")
+    (reading,) = result.json["engines"]
+    assert any("too long" in note for note in reading["notes"])
+
+
 # --- random damage ------------------------------------------------------------------------------
 
 

@@ -4,7 +4,28 @@ A rule takes the context and yields one `Finding` per thing wrong, nothing when 
 one, write the function with the decorator `rule()` in the module of its subject.
 """
 
-from kvq.checks import configuration, layers, scales, shards
+from kvq.checks import (
+    configuration,
+    heads,
+    layers,
+    modelopt,
+    names,
+    plausible,
+    records,
+    scales,
+    shards,
+)
 from kvq.checks.context import rules_for
 
-__all__ = ["configuration", "layers", "rules_for", "scales", "shards"]
+__all__ = [
+    "configuration",
+    "heads",
+    "layers",
+    "modelopt",
+    "names",
+    "plausible",
+    "records",
+    "rules_for",
+    "scales",
+    "shards",
+]

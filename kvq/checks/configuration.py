@@ -1,10 +1,16 @@
 """Rules about what config.json declares."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvq.checks.context import Context, rule
 from kvq.checks.findings import Finding
+
+_FIX = (
+    '`kv_cache_scheme`: {"dynamic": false, "num_bits": 8, "strategy": "tensor", '
+    '"symmetric": true, "type": "float"}'
+)
 
 
 @rule(spelling=True)
@@ -28,6 +34,14 @@ def method_reads_scales(context: Context) -> Iterator[Finding]:
             f"no engine reads scales and a cache scheme beside the method `{method}`",
             file="config.json", expected="compressed-tensors, or one of ModelOpt's",
             found=repr(method),
+            fix="`kvq export` onto the unquantized model, or one of compressed-tensors or ModelOpt",
+        )  # fmt: skip
+    elif method != "compressed-tensors":
+        yield Finding(
+            "config.quant_method", "error",
+            f"vLLM takes the method `{method}`; SGLang refuses it, and transformers ignores it",
+            file="config.json", expected="compressed-tensors", found=repr(method),
+            fix="spell it `compressed-tensors`",
         )  # fmt: skip
 
 
@@ -40,19 +54,21 @@ def config_declares_scales(context: Context) -> Iterator[Finding]:
             "config.missing", "error",
             "scales exist, but config.json has no `quantization_config`: vLLM fails to load",
             file="config.json", expected="quantization_config", found="none",
+            fix="`kvq export` again, or restore the `quantization_config` that it wrote",
         )  # fmt: skip
         return
     if context.scales and not scheme:
         yield Finding(
             "config.no_scheme", "error",
             "scales exist, but no `kv_cache_scheme` declares them: the cache stays unquantized",
-            file="config.json", expected="kv_cache_scheme", found="none",
+            file="config.json", expected="kv_cache_scheme", found="none", fix=_FIX,
         )  # fmt: skip
     if scheme and not context.scales:
         yield Finding(
             "config.no_scales", "error",
             "`kv_cache_scheme` declares a quantized cache, but no scale exists: all layers use 1.0",
             file="config.json", expected="scale tensors", found="none",
+            fix="`kvq export` with the model's calibration",
         )  # fmt: skip
     if scheme:
         int8 = context.provenance is not None and context.provenance.format == "int8"
@@ -75,17 +91,19 @@ def _scheme_findings(
             yield Finding(
                 "config.scheme", "error", f"`kv_cache_scheme.{key}` is not what engines accept",
                 file="config.json", expected=repr(expected), found=repr(scheme.get(key)),
+                fix=f"`{key}`: {json.dumps(expected)} in `kv_cache_scheme`",
             )  # fmt: skip
     if scheme.get("strategy") not in ("tensor", "attn_head"):
         yield Finding(
             "config.strategy", "error", "`kv_cache_scheme.strategy` is not what engines accept",
             file="config.json", expected="`tensor` or `attn_head`",
-            found=repr(scheme.get("strategy")),
+            found=repr(scheme.get("strategy")), fix="`strategy`: tensor, for one scale per layer",
         )  # fmt: skip
     if config.get("quant_method") is None:
         yield Finding(
             "config.quant_method", "error", "`quant_method` is missing: engines fail to load",
             file="config.json", expected="compressed-tensors", found="none",
+            fix="`quant_method`: compressed-tensors",
         )  # fmt: skip
     groups = config.get("config_groups")
     if "config_groups" not in config:
@@ -93,12 +111,12 @@ def _scheme_findings(
         yield Finding(
             "config.groups", "error" if per_head else "warning",
             "`config_groups` is absent: transformers, and vLLM for per-head scales, need it",
-            file="config.json", expected="{}", found="none",
+            file="config.json", expected="{}", found="none", fix="`config_groups`: {}",
         )  # fmt: skip
     elif not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         yield Finding(
             "config.groups", "error", "`config_groups` is not an object of objects",
-            file="config.json", expected="{}", found=repr(groups),
+            file="config.json", expected="{}", found=repr(groups), fix="`config_groups`: {}",
         )  # fmt: skip
     else:
         yield from _group_findings(groups)
@@ -116,4 +134,46 @@ def _group_findings(groups: dict[str, Any]) -> Iterator[Finding]:
                 f"group `{name}` has no weights and does not target one attention class: vLLM "
                 "fails to parse it",
                 file="config.json", expected="`targets` and `weights`", found=repr(group),
+                fix="take the group out: `kv_cache_scheme` alone declares the cache",
             )  # fmt: skip
+
+
+@rule()
+def groups_of_attention_say_the_same(context: Context) -> Iterator[Finding]:
+    """A group for attention is no scheme of its own: vLLM skips it, with a warning.
+
+    Source: vLLM 0.32 `compressed_tensors.py`, from_config.
+    """
+    scheme = context.view.kv_cache_scheme
+    for name, group in sorted(context.view.config_groups.items()):
+        own = group.get("input_activations")
+        if group.get("weights") or not isinstance(own, dict):
+            continue
+        wanted = {key: scheme.get(key) for key in ("num_bits", "type", "strategy", "symmetric")}
+        if wanted != {key: own.get(key) for key in wanted}:
+            yield Finding(
+                "config.attention_group", "error",
+                f"the group `{name}` quantizes attention otherwise than `kv_cache_scheme`, which "
+                "alone vLLM follows",
+                file="config.json", expected=repr(wanted), found=repr(own),
+                fix="declare the same in both: no engine has a scheme for some layers alone",
+            )  # fmt: skip
+
+
+@rule(spelling=True)
+def declared_in_one_place(context: Context) -> Iterator[Finding]:
+    """What stands both at the top of config.json and in `text_config` is the same."""
+    text = context.view.config.get("text_config")
+    places = [(context.view.config, "quantization_config"),
+              (text if isinstance(text, dict) else {}, "quantization_config"),
+              (context.view.config, "compression_config")]  # fmt: skip
+    found = [place[key] for place, key in places if isinstance(place.get(key), dict)]
+    caches = [[one.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")] for one in found]
+    if any(cache != caches[0] for cache in caches):
+        yield Finding(
+            "config.two_places", "error",
+            "config.json declares the cache in several places, and not alike: most engines follow "
+            "the first",
+            file="config.json", expected=repr(caches[0]), found=repr(caches[-1]),
+            fix="keep the `quantization_config` at the top alone",
+        )  # fmt: skip

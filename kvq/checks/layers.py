@@ -21,6 +21,7 @@ def latent_rows_have_one_scale(context: Context) -> Iterator[Finding]:
                 f"layer {layer.layer_idx} caches one latent row, and its k and v scale differ",
                 layer.layer_idx, context.name(layer.attention, "v"),
                 expected=str(found["k"].tolist()), found=str(found["v"].tolist()),
+                fix="the larger of the two for both: `kvq export` writes that",
             )  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def sharing_layers_have_their_donors_scales(context: Context) -> Iterator[Findin
                     f"another {side} scale than it was written with",
                     layer.layer_idx, scale.tensor, file_of(context, scale.tensor),
                     str(donor[side].tolist()), str(own[side].tolist()),
+                    fix=f"the scale of `{layer.shared_from}`: `kvq export` writes that",
                 )  # fmt: skip
 
 
@@ -57,6 +59,7 @@ def draft_layers_have_scales(context: Context) -> Iterator[Finding]:
                     f"the draft layer `{attention}` has no {side} scale: an engine that runs it "
                     "uses 1.0",
                     tensor=context.name(attention, side), expected="a scale tensor", found="none",
+                    fix="serve without drafting, or with an unquantized cache",
                 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kvq.dialects.spellings import SPELLINGS, FoundScale
 from kvq.formats import FP8_E4M3, get_format
 
 SMALLEST, LARGEST = 1e-6, 1e3
+_EXPORT = "`kvq export` with the model's calibration"
 ACCEPTED_DTYPES = ("F32", "F64", "BF16", "F16")
 
 
@@ -29,7 +30,7 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
                     "that finds none uses 1.0",
                     layer.layer_idx, context.name(layer.attention, side),
                     expected="a scale tensor", found="none",
-                    fix="`kvq export` with the model's calibration",
+                    fix=_EXPORT,
                 )  # fmt: skip
     for scale in context.scales:
         name = context.name(scale.attention, scale.side)
@@ -58,6 +59,7 @@ def shape_and_dtype(context: Context) -> Iterator[Finding]:
             yield Finding(
                 "scale.shape", "error", f"`{scale.tensor}` has {info.numel} values",
                 *where, f"{expected} (per {granularity})", str(info.shape),
+                fix=f"`kvq export --granularity {granularity}` with the model's calibration",
             )  # fmt: skip
     for scale in context.scales + context.drafts:
         info = context.view.tensors[scale.tensor]
@@ -65,7 +67,7 @@ def shape_and_dtype(context: Context) -> Iterator[Finding]:
             yield Finding(
                 "scale.dtype", "error",
                 f"`{scale.tensor}` is {info.dtype}: integers truncate to 0, 8-bit floats round",
-                scale.layer_idx, scale.tensor, info.path.name, "F32", info.dtype,
+                scale.layer_idx, scale.tensor, info.path.name, "F32", info.dtype, fix=_EXPORT,
             )  # fmt: skip
 
 
@@ -85,16 +87,17 @@ def finite_positive_plausible(context: Context) -> Iterator[Finding]:
                 continue
             yield Finding(
                 code, "error", f"`{scale.tensor}` is {number!r}", scale.layer_idx, scale.tensor,
-                file_of(context, scale.tensor), expected, repr(number),
+                file_of(context, scale.tensor), expected, repr(number), fix=_EXPORT,
             )  # fmt: skip
             break
 
 
 # Leaves that weight quantization puts under an attention path; all others must be known scales.
 _WEIGHT_LEAF = re.compile(
-    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?|pre_quant_scale"
+    r"(weight|input)_(scale|zero_point|global_scale)(_inv|_2)?|pre_quant_scale|scales"
 )
 _SCALE_LEAF = re.compile(r"scale|zero_point")
+_AFFINE = ("_proj.k_bias", "_proj.v_bias")  # ModelOpt's zero points
 
 
 @rule(spelling=True)
@@ -105,9 +108,9 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
         leaf = tensor.rpartition(".")[2]
-        if not _SCALE_LEAF.search(leaf):
+        if not _SCALE_LEAF.search(leaf) and not tensor.endswith(_AFFINE):
             continue
-        suspect = tensor.endswith(SUFFIXES) or (
+        suspect = f".{tensor}".endswith(SUFFIXES) or (
             not _WEIGHT_LEAF.fullmatch(leaf) and bool(_parents(tensor) & attentions)
         )
         if suspect and tensor not in known and not _zero(context, tensor, leaf):
@@ -143,7 +146,7 @@ def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
             yield Finding(
                 "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
                 layer.layer_idx, context.name(layer.attention, "q"),
-                expected="a scale tensor", found="none",
+                expected="a scale tensor", found="none", fix=_EXPORT,
             )  # fmt: skip
 
 
@@ -159,11 +162,12 @@ def looks_calibrated(context: Context) -> Iterator[Finding]:
                 code, "error",
                 f"all {len(numbers)} {side} scales are {numbers[0]!r}: this looks uncalibrated",
                 expected="different values, or a recorded constant", found=repr(numbers[0]),
+                fix=_EXPORT,
             )  # fmt: skip
         elif context.provenance is None and 1.0 in numbers:
             yield Finding(
                 "scale.one", "warning", f"a {side} scale is exactly 1.0: it may be a lost one",
-                expected="a calibrated value", found="1.0",
+                expected="a calibrated value", found="1.0", fix=_EXPORT,
             )  # fmt: skip
 
 
@@ -183,12 +187,11 @@ def _status(context: Context, scale: FoundScale) -> str | None:
 @rule()
 def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
     """Each scale is the one that the recorded amax gives: not inverted, swapped, lost or moved."""
-    provenance = context.provenance
-    if provenance is None:
+    if context.provenance is None:
         return
     for scale in context.scales:
         if _status(context, scale) in ("unknown", "user"):
-            continue  # taken over from a file without a record: there never was an amax
+            continue  # from a file without a record
         found = [float(v) for v in context.values.get(scale.tensor, _NONE).ravel()]
         amax = _recorded_amax(context, scale, len(found))
         expected = None if amax is None else _stored(context, amax)
@@ -231,14 +234,22 @@ def _why(context: Context, found: list[float], amax: list[float] | None) -> str:
 @rule()
 def weights_unchanged(context: Context) -> Iterator[Finding]:
     """The weights are those that were calibrated, if the provenance says which."""
-    if context.provenance is None:
+    provenance = context.provenance
+    if provenance is None:
         return
-    provenance, found = context.provenance, weight_fingerprint(context.view)
     expected = provenance.exported_onto or provenance.weight_fingerprint
+    found = weight_fingerprint(context.view)
     if found != expected:
         yield Finding(
             "provenance.weights", "error", "the scales were calibrated on other weights",
-            expected=expected, found=found,
+            expected=expected, found=found, fix="calibrate this checkpoint, then `kvq export`",
+        )  # fmt: skip
+    elif provenance.exported_onto:
+        yield Finding(
+            "provenance.other_weights", "warning",
+            "the scales were observed on other weights, and written here by request",
+            expected=found, found=provenance.weight_fingerprint,
+            fix="calibrate this checkpoint itself, where transformers runs it",
         )  # fmt: skip
 
 
@@ -279,9 +290,8 @@ def _against(context: Context, found: list[float] | None, expected: list[float] 
 
 
 def _close(found: list[float], expected: list[float], rtol: float) -> bool:
-    if len(found) != len(expected):
-        return False
-    return all(abs(a - b) <= rtol * abs(b) for a, b in zip(found, expected, strict=True))
+    pairs = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(abs(a - b) <= rtol * abs(b) for a, b in pairs)
 
 
 def _short(values: list[float] | None) -> str:

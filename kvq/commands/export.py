@@ -10,7 +10,7 @@ from kvq.commands.options import Json, KvCfg, Out, Overwrite, Platform, TensorPa
 from kvq.errors import InputError
 
 if TYPE_CHECKING:
-    from kvq.pipeline.export import ExportPlan
+    from kvq.pipeline.plan import ExportPlan
 
 EXAMPLES = """\
 Examples:
@@ -66,6 +66,7 @@ def export(
     from kvq.pipeline.export import ExportOptions, plan_export, plan_strip
     from kvq.pipeline.judge import judge
     from kvq.pipeline.locate import locate
+    from kvq.pipeline.verify import EngineQuestion
     from kvq.pipeline.write import check_output, write_export
 
     engines = engine or ([] if strip else ["vllm"])
@@ -90,7 +91,8 @@ def export(
     verdicts = judge(plan, open_checkpoint(root), engines, wanted, allow_unread=allow_unread)
     notices = plan.notices + tuple(filter(None, (v.unread or v.unknown for v in verdicts)))
     if not dry_run:
-        notices += write_export(plan, root, out, overwrite=overwrite, link=link)
+        question = EngineQuestion(engines, wanted)
+        notices += write_export(plan, root, out, overwrite=overwrite, link=link, ask=question)
     commands = {verdict.engine: verdict.command(out) for verdict in verdicts}
     if json:
         written = {"schema": 1, "command": "export", "ok": True, "dry_run": dry_run}

@@ -26,6 +26,8 @@ Examples:
   kvq verify checkpoint --against calibration --report github
 
   kvq verify checkpoint --engine vllm
+
+  kvq verify checkpoint --require kv-scales
 """
 FORMS = ("human", "json", "junit", "github")
 
@@ -46,6 +48,10 @@ def verify(
         str | None, typer.Option(help="Load it in the real engine: vllm or transformers.")
     ] = None,
     python: Annotated[str | None, typer.Option(help="The Python that has it.")] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", help="Fail without it: kv-scales or provenance. Repeatable."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
     report: Annotated[str, typer.Option(help="human, json, junit or github.")] = "human",
     json: Json = False,
@@ -62,7 +68,7 @@ def verify(
         raise InputError(f"--json contradicts --report {report}", code="option.report")
     options = engine_options(kv_cache_dtype, platform, tp, kv_cache_dtype_skip_layers)
     ask = EngineQuestion(engine or (), options, live, python, engine_version)
-    found = run(checkpoint, against=against, rtol=rtol, ask=ask)
+    found = run(checkpoint, against=against, rtol=rtol, ask=ask, require=require or ())
     console.report(found, form="json" if json else report, strict=strict)
     if not found.ok(strict=strict):
         raise typer.Exit(1)

@@ -9,6 +9,8 @@ import numpy as np
 from kvq.checkpoint import CheckpointView
 from kvq.scales import ScaleSet
 
+Documents = Mapping[str, Mapping[str, Any] | None]  # file name → whole content; None: left out
+
 
 @dataclass(frozen=True)
 class DialectPlan:
@@ -24,7 +26,7 @@ class DialectPlan:
     """
 
     tensors: Mapping[str, np.ndarray]
-    documents: Mapping[str, Mapping[str, Any] | None]
+    documents: Documents
     stored: ScaleSet
     losses: tuple[str, ...] = ()
     unread: str | None = None
@@ -74,6 +76,6 @@ class Dialect(Protocol):
         """Return float32 scales as the dialect stores them; never smaller."""
         ...
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return the JSON files, by name, without any declaration of the cache; None: left out."""
         ...

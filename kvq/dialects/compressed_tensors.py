@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import LEGACY_NAME, at_place, method_of, other_method
 from kvq.dialects.spellings import SPELLINGS
+from kvq.engines.transformers_config import MERGED_EXPERTS, model_types
 from kvq.errors import DialectError
 from kvq.scales import ScaleSet
 
@@ -21,6 +22,18 @@ STRATEGY = {"tensor": "tensor", "head": "attn_head"}
 SCHEMA_VERSION = "0.20.0"  # of compressed-tensors, whose schema this is
 _TYPES = {"fp8_e4m3": "float", "int8": "int"}  # of `kv_cache_scheme`, all of 8 bits
 _MORE = ("transform_config", "sparsity_config", "moe_sparsity_config")  # not of the cache
+# transformers looks for the group of a mixture's experts, and fails where there is no group at all
+# (`integrations/compressed_tensors.py`, get_experts_scheme). One that matches no layer does; vLLM
+# loads it as well.
+_NO_LAYER = {
+    "format": "dense",
+    "input_activations": None,
+    "output_activations": None,
+    "targets": ["re:^$"],
+    "weights": {
+        "dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float",
+    },
+}  # fmt: skip
 
 _REASON = {
     "int8": "vLLM accepts only 8-bit floats in `kv_cache_scheme`; transformers alone runs INT8",
@@ -54,6 +67,9 @@ class CompressedTensors:
             groups = base["config_groups"]
             base["config_groups"] = _with_attention(groups, scheme, target.attention_class)
         base["kv_cache_scheme"] = scheme
+        has_experts = bool(MERGED_EXPERTS & {*model_types(view)})
+        if "transformers" in target.engines and has_experts and not base["config_groups"]:
+            base["config_groups"] = {"group_0": _NO_LAYER}
         if scales.granularity == "head":
             _check_heads(scales)
         shape = (-1, 1, 1) if scales.granularity == "head" else (1,)
@@ -80,18 +96,25 @@ class CompressedTensors:
         """Return the values themselves: they are stored and read in float32."""
         return values
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return config.json without cache scheme and attention groups."""
         place, config = view.quantization_config_place, view.quantization_config
         if place is None or config is None:
             return {}
-        groups = {name: group for name, group in view.config_groups.items() if group.get("weights")}
+        groups = {
+            name: group for name, group in view.config_groups.items() if quantizes_weights(group)
+        }
         kept = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
         if method_of(config) != self.name:  # of another method, whose weights need it
             return {CONFIG_NAME: at_place(view.config, place, kept)}
         some = groups or any(kept.get(key) for key in _MORE)
         rest = {**kept, "config_groups": groups} if some else None
         return {CONFIG_NAME: at_place(view.config, place, rest)}
+
+
+def quantizes_weights(group: Mapping[str, Any]) -> bool:
+    """Whether a group of `config_groups` has weights of some layer."""
+    return bool(group.get("weights")) and group.get("targets") != _NO_LAYER["targets"]
 
 
 def _check_heads(scales: ScaleSet) -> None:

@@ -5,13 +5,10 @@ The method has no place to declare a cache, so the engine is told by its own opt
 ModelOpt's, in the model's dtype: they are rounded up to one that it has.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import at_place, method_of, other_method
 from kvq.dialects.modelopt import CACHE_KEYS, ModelOpt, round_up
 from kvq.dialects.spellings import SPELLINGS
@@ -58,7 +55,7 @@ class FP8:
         """Return each value, or the next larger one that the model's dtype has."""
         return ModelOpt().stored(values, view)
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return config.json without such keys."""
         config, place = view.quantization_config, view.quantization_config_place
         if config is None or place is None or not any(config.get(key) for key in CACHE_KEYS):

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import LEGACY_NAME, at_place, method_of, other_method
 from kvq.dialects.spellings import SPELLINGS
 from kvq.engines.vllm_values import FLOAT16, model_dtype
@@ -79,7 +79,7 @@ class ModelOpt:
         half = model_dtype(view) == FLOAT16
         return ceil_to(values, np.float16 if half else ml_dtypes.bfloat16)
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return both files without an algorithm for the cache, if something is left in them."""
         documents: dict[str, Mapping[str, Any] | None] = {}
         config, place = view.quantization_config, view.quantization_config_place

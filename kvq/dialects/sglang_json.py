@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvq.checkpoint import CheckpointView
-from kvq.dialects.base import Declared, DialectPlan, Target
+from kvq.dialects.base import Declared, DialectPlan, Documents, Target
 from kvq.dialects.documents import LEGACY_NAME, method_of
 from kvq.errors import CheckpointError, DialectError
 from kvq.files import read_json
@@ -25,6 +25,12 @@ _UNREAD = (
     "SGLang 0.5.23 reads the file, but leaves the number that most attention backends use unset: "
     "FlashInfer and AMX read the cache back unscaled, FA3 stops; trtllm_mha alone uses it"
 )
+# Model types whose class has a `load_kv_cache_scales`; that of others stops with a RuntimeError,
+# unless it inherits one.
+_LOADERS = (
+    "apertus", "arcee", "exaone4", "glm4", "glm5_next", "hunyuan", "llama", "mimo", "opt", "qwen2",
+    "qwen3", "solar",
+)  # fmt: skip
 
 
 class SGLangJSON:
@@ -75,7 +81,10 @@ class SGLangJSON:
             },
             "model_type": model_type,
         }
-        return DialectPlan({}, {FILE_NAME: document}, stored, losses, _UNREAD)
+        unread = _UNREAD
+        if model_type not in _LOADERS and not model_type.startswith(("hunyuan_v1", "mimo_v2")):
+            unread += f"; its class for `{model_type}` is not known to take such a file at all"
+        return DialectPlan({}, {FILE_NAME: document}, stored, losses, unread)
 
     def declared(self, view: CheckpointView) -> Declared:
         """Return nothing: the file declares, the checkpoint does not."""
@@ -85,7 +94,7 @@ class SGLangJSON:
         """Return the values themselves."""
         return values
 
-    def strip(self, view: CheckpointView) -> Mapping[str, Mapping[str, Any] | None]:
+    def strip(self, view: CheckpointView) -> Documents:
         """Return nothing to change."""
         return {}
 

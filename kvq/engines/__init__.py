@@ -1,6 +1,6 @@
 """What serving engines make of a checkpoint; loaded late, by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -21,7 +21,7 @@ def get_engine(name: str, version: str | None = None) -> Engine:
 
     Args:
         name: one of `ENGINES`.
-        version: the version that must be meant; None for the one that is modelled.
+        version: the version that is meant, or how it begins; None for the latest modelled.
 
     Raises:
         InputError: unknown name, or a version of which there is no model; it lists what there is.
@@ -34,16 +34,18 @@ def get_engine(name: str, version: str | None = None) -> Engine:
             hint=f"did you mean `{near[0]}`?" if near else None,
         )
     module, attribute = ENGINES[name].split(":")
-    engine: Engine = getattr(import_module(module), attribute)()
-    if version is not None and version != engine.version:
+    kind: Callable[[str], Engine] = getattr(import_module(module), attribute)
+    versions: tuple[str, ...] = kind.versions  # type: ignore[attr-defined]
+    chosen = [one for one in versions if version is None or _means(version, one)]
+    if not chosen:
         raise InputError(
-            f"no model of {name} {version}: kvq models {engine.version}",
+            f"no model of {name} {version}: kvq models {', '.join(versions)}",
             code="engine.version",
             hint="--live asks the installed engine itself, of any version"
             if name in LIVE
-            else f"leave --engine-version out to take {engine.version}",
+            else f"leave --engine-version out to take {versions[-1]}",
         )
-    return engine
+    return kind(chosen[-1])
 
 
 def get_engines(names: Sequence[str], version: str | None = None) -> dict[str, Engine]:
@@ -53,3 +55,8 @@ def get_engines(names: Sequence[str], version: str | None = None) -> dict[str, E
             f"--engine-version goes with one --engine, not {len(names)}", code="engine.version"
         )
     return {name: get_engine(name, version) for name in names}
+
+
+def _means(given: str, version: str) -> bool:
+    """Whether a version is meant, by its begin up to a dot or to words: `0.31` for 0.31.0."""
+    return version == given or version.startswith((f"{given}.", f"{given} "))

@@ -79,6 +79,8 @@ class EngineReading:
     """All layers, or the error with which the engine refuses the checkpoint.
 
     What the model of the engine does not cover is None, with the reason in the layers and notes.
+    `checked` says whether the engine itself loaded a checkpoint of this model class for comparison,
+    where the model of the engine keeps count of that.
     """
 
     engine: str
@@ -88,6 +90,7 @@ class EngineReading:
     layers: tuple[LayerReading, ...]
     error: str | None = None
     notes: tuple[str, ...] = ()
+    checked: bool = True
 
 
 def not_modelled(
@@ -103,9 +106,13 @@ def not_modelled(
 
 
 class Engine(Protocol):
-    """A model of one version of a serving engine; nothing of the engine itself is imported."""
+    """A model of a serving engine in one of its versions; nothing of the engine is imported.
+
+    `versions` are those that are modelled, the latest last; what differs between them is data.
+    """
 
     name: str
+    versions: tuple[str, ...]
     version: str
 
     def read(

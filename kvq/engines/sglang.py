@@ -33,7 +33,10 @@ class SGLang:
     """SGLang's loader."""
 
     name = "sglang"
-    version = "0.5.23"
+    versions = ("0.5.23",)
+
+    def __init__(self, version: str = versions[-1]) -> None:
+        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

@@ -32,7 +32,10 @@ class TensorRTLLM:
     """The loader of TensorRT-LLM's PyTorch backend."""
 
     name = "tensorrt-llm"
-    version = "main, autumn 2026"
+    versions = ("main, autumn 2026",)
+
+    def __init__(self, version: str = versions[-1]) -> None:
+        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

@@ -47,7 +47,10 @@ class Transformers:
     """The loader of `AutoModelForCausalLM.from_pretrained(folder, dtype="auto")`."""
 
     name = "transformers"
-    version = "5.17.0 with compressed-tensors 0.20.1"
+    versions = ("5.17.0 with compressed-tensors 0.20.1",)
+
+    def __init__(self, version: str = versions[-1]) -> None:
+        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
-from kvq.engines.vllm_classes import CHECKED, model_type
+from kvq.engines.vllm_classes import CHECKED, VERSIONS, model_type, renamed_tower
 from kvq.engines.vllm_config import (
     LoadError,
     NotModelledError,
@@ -40,16 +40,23 @@ class VLLM:
     """vLLM's loader."""
 
     name = "vllm"
-    version = "0.32.0"
+    versions = VERSIONS
+
+    def __init__(self, version: str = VERSIONS[-1]) -> None:
+        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions
     ) -> EngineReading:
         """Return what vLLM does with a checkpoint."""
-        blank = EngineReading(self.name, self.version, options, None, (), None, _notes(view))
+        checked = model_type(view) in CHECKED
+        notes = (*_notes(view), *_replicas(geometry, options.tp))
+        blank = EngineReading(self.name, self.version, options, None, (), None, notes, checked)
         try:
             quantization = read_quantization(view, options.kv_cache_dtype)
-            cache_dtype, layers = attention_layers(view, geometry, quantization, options)
+            cache_dtype, layers = attention_layers(
+                view, geometry, quantization, options, self.version
+            )
             if quantization.per_head:
                 blank = replace(blank, notes=(*blank.notes, _per_head(options.platform)))
             loading = _Loading(view, geometry, quantization, options, layers)
@@ -79,6 +86,14 @@ def _per_head(platform: str) -> str:
     return "scales per head need FlashAttention 3, which other attention backends do not replace"
 
 
+def _replicas(geometry: Geometry, tp: int) -> tuple[str, ...]:
+    """Say how GPUs share KV heads of which there are fewer."""
+    fewest = min((layer.num_key_value_heads for layer in geometry.layers), default=tp)
+    if geometry.is_mla or tp <= fewest or tp % fewest:
+        return ()
+    return (f"{fewest} KV heads on {tp} GPUs: each is replicated x{tp // fewest}, scales too",)
+
+
 def _notes(view: CheckpointView) -> tuple[str, ...]:
     if model_type(view) in CHECKED:
         return ()
@@ -105,6 +120,12 @@ class _Loading:
         """
         files = files_read(self.view)
         modules = self._modules()
+        renamed = renamed_tower(self.view)
+        if renamed is not None:
+            tower = ".".join(renamed.removeprefix("model.").split(".")[:2])
+            raise LoadError(
+                f"ValueError: There is no module or parameter named {tower!r} in {modules.name}."
+            )
         linears = QuantizedLinears(self.view, self.quantization)
         by_path = {layer.path: layer for layer in self.layers}
         drafts = tuple(f"{path}." for path in self.geometry.drafts)
@@ -133,7 +154,7 @@ class _Loading:
                 if not is_scale(name) and not is_expert(name):
                     modules.add_tensor(name)
         modules.add_encoder_attention()
-        for layer in self.layers:
+        for layer in self.layers if modules.cls.attention_in_tree else ():
             modules.add_module(layer.path)
             modules.parameters |= {f"{layer.path}.{name}" for name in layer.parameters}
         return modules

@@ -58,15 +58,16 @@ class AttentionLayer:
 
 
 def attention_layers(
-    view: CheckpointView, geometry: Geometry, quantization: Quantization, options: EngineOptions
-) -> tuple[str, tuple[AttentionLayer, ...]]:
+    view: CheckpointView, geometry: Geometry, quantization: Quantization, options: EngineOptions,
+    version: str,
+) -> tuple[str, tuple[AttentionLayer, ...]]:  # fmt: skip
     """Return the engine's cache dtype, and all layers.
 
     Raises:
         LoadError: vLLM does not build the model.
         NotModelledError: how it builds this one is not known.
     """
-    cls = class_of(view)
+    cls = class_of(view, version)
     if model_type(view) in UNSUPPORTED:
         raise LoadError(UNSUPPORTED[model_type(view)])
     scheme = quantization.scheme

@@ -11,6 +11,8 @@ from enum import StrEnum
 from kvq.checkpoint import CheckpointView
 from kvq.geometry import Geometry, text_config
 
+VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
+
 
 class Loader(StrEnum):
     """How the decoder takes its tensors.
@@ -43,7 +45,8 @@ class ModelClass:
     `parts` of names and `prefixes` are renamed in order; `base` is put before names that do not
     start with one of `bases`. `stacked` says whether the names of the layers that make Q, K and V
     become that of one, `fused` whether the model has such a one. `quantized` says of the outermost
-    loader what it says of an `Inner`, `expands_latent` that MLA caches heads, not its latent row.
+    loader what it says of an `Inner`, `attention_in_tree` that scales find their layer by its path,
+    `expands_latent` that MLA caches heads, not its latent row.
     """
 
     name: str | None = None
@@ -58,6 +61,7 @@ class ModelClass:
     quantized: bool = True
     attention_is_quantized: bool = True
     has_cache_config: bool = True
+    attention_in_tree: bool = True
     expands_latent: bool = False
 
 
@@ -173,6 +177,14 @@ CLASSES = {
     "zamba2": _NO_QUANTIZATION,
 }
 
+# Model type → the last version in which another class than that of `CLASSES` held, and that class;
+# earlier versions first.
+_HIDDEN = replace(_TRANSFORMERS, attention_in_tree=False)
+EARLIER = {
+    "starcoder2": (("0.29.0", _HIDDEN),),
+    "gpt_neox": (("0.31.0", ModelClass(stacked=False)),),
+}
+
 _NO_DISPATCH = (
     "ValueError: Layer {} (linear_attention) does not dispatch through the Transformers attention "
     "interface and vLLM has no other way to handle it."
@@ -227,9 +239,13 @@ def model_type(view: CheckpointView) -> str:
     return str(view.config.get("model_type") or "")
 
 
-def class_of(view: CheckpointView) -> ModelClass:
+def class_of(view: CheckpointView, version: str) -> ModelClass:
     """Return the model class of a checkpoint, the usual one if it is not in the table."""
-    return CLASSES.get(model_type(view), ModelClass())
+    kind = model_type(view)
+    for last, cls in EARLIER.get(kind, ()):
+        if VERSIONS.index(version) <= VERSIONS.index(last):
+            return cls
+    return CLASSES.get(kind, ModelClass())
 
 
 def inner_of(
@@ -254,3 +270,17 @@ def inner_of(
         if CLASSES.get(text_type, ModelClass()).inner == ():
             return (Inner(above.rpartition(".")[0], f"{stem}ForCausalLM"),)
     return (Inner(above, f"{stem}Model"),) if above else ()
+
+
+def renamed_tower(view: CheckpointView) -> str | None:
+    """Return a tensor of Gemma 3's vision tower under the name of transformers 5, if there is one.
+
+    Its save_pretrained leaves `vision_model.` out, which this class of vLLM looks for.
+    """
+    if model_type(view) != "gemma3":
+        return None
+    towers = ("vision_tower.", "model.vision_tower.")
+    for name in sorted(view.tensors):
+        if name.startswith(towers) and "vision_tower.vision_model." not in name:
+            return name
+    return None

@@ -10,6 +10,7 @@ from fnmatch import translate
 from typing import Any
 
 from kvq.checkpoint import CheckpointView
+from kvq.engines.patterns import PatternError, Patterns
 from kvq.engines.vllm_config import AWQ, CT, MIXED, MODELOPT, NotModelledError, Quantization
 from kvq.engines.vllm_names import is_expert, is_linear_scale
 
@@ -32,7 +33,8 @@ class QuantizedLinears:
         if method in AWQ and not excluded:
             excluded = _unquantized_by_dtype(view)
         self._exact = frozenset(excluded if method in (CT, "fp8") else ())
-        self._pattern = _pattern(method, excluded)
+        self._patterns = _patterns(method, excluded)
+        self._names = _names(method, excluded)
 
     def leave_over(self, name: str) -> bool:
         """Whether a tensor is of a quantized linear layer, but vLLM's layer is not quantized."""
@@ -41,21 +43,32 @@ class QuantizedLinears:
     def __contains__(self, path: str) -> bool:
         if self._none or path in self._exact:
             return False
-        return self._pattern is None or not self._pattern.match(path)
+        if self._names is not None and self._names.match(path):
+            return False
+        try:
+            return not self._patterns.match(path)
+        except PatternError as error:
+            raise NotModelledError(f"the excluded layers: {error}") from error
 
 
-def _pattern(method: str | None, excluded: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Return a pattern of the paths that the excluded names match otherwise than exactly."""
+def _patterns(method: str | None, excluded: tuple[str, ...]) -> Patterns:
+    """Return patterns of the paths that the excluded names match otherwise than exactly."""
     parts: list[str] = []
     if method == CT:
         parts = [name.removeprefix("re:") for name in excluded if name.startswith("re:")]
-    elif method in AWQ or method in MODELOPT:
-        parts = [f".*{re.escape(name)}" for name in excluded]
-        parts += [translate(name) for name in excluded if method in MODELOPT]
     try:
-        return re.compile("|".join(f"(?:{part})" for part in parts)) if parts else None
-    except re.error as error:
+        return Patterns(parts)
+    except PatternError as error:
         raise NotModelledError(f"a pattern of the excluded layers: {error}") from error
+
+
+def _names(method: str | None, excluded: tuple[str, ...]) -> re.Pattern[str] | None:
+    """Return one pattern of the paths that have an excluded name in them."""
+    if method not in AWQ and method not in MODELOPT:
+        return None
+    parts = [f".*{re.escape(name)}" for name in excluded]
+    parts += [translate(name) for name in excluded if method in MODELOPT]
+    return re.compile("|".join(f"(?:{part})" for part in parts)) if parts else None
 
 
 def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -137,7 +137,8 @@ def check_observable(view: CheckpointView, geometry: Geometry) -> None:
             "the checkpoint already quantizes its cache: transformers would run it quantized, and "
             "the maxima would be those of rounded values",
             code="calibrate.quantized_cache",
-            hint="calibrate the checkpoint it was made from",
+            hint="calibrate the checkpoint it was made from, or this one without its scales: "
+            "`kvq export CHECKPOINT --strip -o BARE`",
         )
     if SINGLE_NAME in view.files and view.loaded_files != (SINGLE_NAME,):
         raise InputError(

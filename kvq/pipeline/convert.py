@@ -9,15 +9,26 @@ from kvq.configs import QuantConfig, get_config, with_granularity
 from kvq.errors import CheckpointError, DialectError
 from kvq.formats import get_format
 from kvq.geometry import Geometry
+from kvq.quantizers import QuantizerConfig
 from kvq.scales import ScaleSet
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asked for: a named configuration and a granularity, each perhaps left out."""
+    """What the user asked for: a named configuration and a granularity, each perhaps left out.
+
+    Raises:
+        InputError: either is unknown.
+    """
 
     kv_cfg: str | None = None
     granularity: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_cfg is not None:
+            get_config(self.kv_cfg)
+        if self.granularity is not None:
+            QuantizerConfig("fp8_e4m3", self.granularity)
 
     def entries(self, default: str) -> QuantConfig:
         """Return the configuration, `default` where none was named."""

@@ -14,6 +14,7 @@ from kvq.checkpoint import CheckpointView, natural_key, open_checkpoint
 from kvq.configs import get_config
 from kvq.dialects import dialect_of, find, read_scales
 from kvq.dialects.base import Dialect
+from kvq.dialects.compressed_tensors import quantizes_weights
 from kvq.dialects.spellings import SPELLINGS, FoundScales
 from kvq.errors import CalibrationError
 from kvq.formats import get_format
@@ -51,6 +52,8 @@ class Inspection:
     tree: str
     rows: tuple[LayerRow, ...]
     summary: str
+    uncached: tuple[int, ...] = ()
+    drafts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attention → side → name
 
     def scales(self) -> dict[str, Any]:
         """Return the scales document that `verify --against` reads."""
@@ -71,6 +74,8 @@ class Inspection:
             "command": "inspect",
             "kind": self.kind,
             "summary": self.summary,
+            "layers_without_cache": list(self.uncached),
+            "draft_layers": {path: dict(tensors) for path, tensors in self.drafts.items()},
             "layers": [
                 {
                     "layer_idx": row.layer_idx,
@@ -169,8 +174,11 @@ def _inspect_checkpoint(view: CheckpointView) -> Inspection:
     flagged = _flagged(rows, provenance.skip_layers if provenance else ())
     config = QuantizerConfig(scales.format, scales.granularity)
     tree = _attention_trees(geometry, flagged, provenance, config)
-    summary = _summary(view, geometry, flagged, _kv_words(view, geometry, dialect, found))
-    return Inspection("checkpoint", tree, flagged, summary)
+    drafts = {path: {s.side: s.tensor for s in found.drafts if s.attention == path}
+              for path in geometry.drafts}  # fmt: skip
+    words = _kv_words(view, geometry, dialect, found)
+    summary = _summary(view, geometry, words) + _draft_words(drafts) + _outlook(flagged)
+    return Inspection("checkpoint", tree, flagged, summary, geometry.uncached, drafts)
 
 
 def _recorded(provenance: Provenance | None, attention: str, side: str) -> float | None:
@@ -221,9 +229,9 @@ def _kv_words(
     return f"KV scales: {name}, {pairs} of {len(geometry.layers)} layers{spelt}"
 
 
-def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...], kv: str) -> str:
+def _summary(view: CheckpointView, geometry: Geometry, kv: str) -> str:
     config = view.quantization_config or {}
-    quantized = any(group.get("weights") for group in view.config_groups.values())
+    quantized = any(map(quantizes_weights, view.config_groups.values()))
     method = config.get("quant_method")
     weights = config.get("format") if quantized else None
     if method not in (None, "compressed-tensors"):
@@ -232,8 +240,14 @@ def _summary(view: CheckpointView, geometry: Geometry, rows: tuple[LayerRow, ...
     weights = weights or SHORT_DTYPE.get(dtype, dtype)
     skipped = geometry.uncached
     without = f"; {len(skipped)} layers keep no KV cache" if skipped else ""
-    drafts = f"; {len(geometry.drafts)} draft layers without scales" if geometry.drafts else ""
-    return f"{kv}; weights {weights}{without}{drafts}{_outlook(rows)}"
+    return f"{kv}; weights {weights}{without}"
+
+
+def _draft_words(drafts: Mapping[str, Mapping[str, str]]) -> str:
+    """Say which layers that a server may draft with have scales of their own."""
+    paired = sum({"k", "v"} <= tensors.keys() for tensors in drafts.values())
+    counts = {"with scales": paired, "without scales": len(drafts) - paired}
+    return "".join(f"; {count} draft layers {how}" for how, count in counts.items() if count)
 
 
 def _outlook(rows: Sequence[LayerRow]) -> str:

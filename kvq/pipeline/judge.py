@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, CheckpointView
 from kvq.checks.engines import engine_findings
+from kvq.checks.platform import platform_findings
 from kvq.dialects.documents import LEGACY_NAME
 from kvq.dialects.sglang_json import FILE_NAME
 from kvq.engines import get_engine
@@ -18,7 +19,7 @@ from kvq.errors import DialectError
 from kvq.files import write_json
 from kvq.geometry import read_geometry
 from kvq.outliers import skip_flag
-from kvq.pipeline.export import ExportPlan
+from kvq.pipeline.plan import ExportPlan
 from kvq.tensorfile import TensorFile, read_header, write_float32
 
 _COMMANDS = {
@@ -27,6 +28,7 @@ _COMMANDS = {
     "tensorrt-llm": "trtllm-serve",
     "transformers": "transformers serve",
 }
+OUT = "{out}"  # in a flag: the folder
 # What the engine's option for the cache's dtype is called, and its word for each format.
 _DTYPE_FLAGS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "vllm": ("--kv-cache-dtype", {"fp8_e4m3": "fp8", "nvfp4": "nvfp4"}),
@@ -49,7 +51,8 @@ class Verdict:
 
     def command(self, out: Path) -> str:
         """Return the command that serves the result, with what a checkpoint cannot carry."""
-        return " ".join([_COMMANDS[self.engine], shlex.quote(str(out)), *self.flags])
+        flags = [flag.replace(OUT, shlex.quote(str(out))) for flag in self.flags]
+        return " ".join([_COMMANDS[self.engine], shlex.quote(str(out)), *flags])
 
 
 def judge(
@@ -87,8 +90,8 @@ def _hint(plan: ExportPlan, engine: str) -> str:
 def _ask(name: str, plan: ExportPlan, view: CheckpointView, options: EngineOptions) -> Verdict:
     skip = (skip_flag(plan.skip_layers),) if plan.skip_layers and name == "vllm" else ()
     if plan.unread is not None:
-        parameter = f"--quantization-param-path {FILE_NAME} --kv-cache-dtype fp8_e4m3"
-        return Verdict(name, (parameter,) if name == "sglang" else (), plan.unread)
+        flags = ("--quantization-param-path", f"{OUT}/{FILE_NAME}", "--kv-cache-dtype", "fp8_e4m3")
+        return Verdict(name, flags if name == "sglang" else (), plan.unread)
     unread = _unread(name, plan, view, options)
     if unread is None:
         return Verdict(name, skip, unknown=_unknown(name, view, options))
@@ -108,7 +111,10 @@ def _unread(
     reading = get_engine(name).read(view, geometry, options)
     layers = plan.scales.layers if plan.scales else ()
     constant = {s for layer in layers for s in layer.provenance.values()} == {"constant"}
-    found = engine_findings(reading, view, constant=constant)
+    found = [
+        *engine_findings(reading, view, constant=constant),
+        *platform_findings(reading, geometry),
+    ]
     wrong = [finding for finding in found if finding.severity == "error"]
     if not wrong:
         return None
@@ -154,7 +160,8 @@ def _without(file: TensorFile, drop: Sequence[str]) -> TensorFile:
 def write_documents(plan: ExportPlan, folder: Path) -> None:
     """Write a plan's JSON files, its index among them."""
     for name, document in plan.documents.items():
-        write_json(folder / name, document)
+        if document is not None:
+            write_json(folder / name, document)
     if plan.weight_map is not None:
         index = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(plan.weight_map)}
         write_json(folder / INDEX_NAME, index)

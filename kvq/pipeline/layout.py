@@ -7,6 +7,7 @@ from typing import Any
 from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, CheckpointView
 from kvq.dialects import find
 from kvq.dialects.documents import LEGACY_NAME
+from kvq.dialects.sglang_json import FILE_NAME
 from kvq.files import MARKER, read_json
 from kvq.geometry import Geometry
 
@@ -59,10 +60,14 @@ def left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) 
             f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
             "shards and never see the scales"
         )
-    if _is_stale(LEGACY_NAME, documents, carry) and (view.root / LEGACY_NAME).exists():
-        notices.append(
-            f"{LEGACY_NAME} not carried along: TensorRT-LLM would follow it, not config.json"
-        )
+    reasons = {
+        LEGACY_NAME: "TensorRT-LLM would follow it, not config.json",
+        FILE_NAME: "its scales may be others",
+    }
+    for name, reason in reasons.items():
+        stale = name not in documents and _is_stale(name, carry)
+        if stale and (view.root / name).exists():
+            notices.append(f"{name} not carried along: {reason}")
     notices += [
         f"{name} not carried along: it declared the cache only"
         for name, document in documents.items()
@@ -93,9 +98,9 @@ def _is_other_weights(name: str) -> bool:
     return bool(_OTHER_WEIGHTS.fullmatch(name))
 
 
-def _is_stale(name: str, documents: Mapping[str, Any], carry: str) -> bool:
-    """Whether a side file would contradict what is written."""
-    return name == LEGACY_NAME and name not in documents and carry == "compressed-tensors"
+def _is_stale(name: str, carry: str) -> bool:
+    """Whether a side file that is not written anew would contradict what is."""
+    return name == FILE_NAME or (name == LEGACY_NAME and carry == "compressed-tensors")
 
 
 def side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> tuple[str, ...]:
@@ -108,6 +113,6 @@ def side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -
             and path.suffix != ".safetensors"
             and not _is_other_weights(path.name)
             and path.name not in (*_OWN, *documents)
-            and not _is_stale(path.name, documents, carry)
+            and not _is_stale(path.name, carry)
         )
     )

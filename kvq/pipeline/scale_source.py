@@ -209,6 +209,7 @@ def _from_provenance(
         "skip_layers": list(provenance.skip_layers),
         "amax": dict(provenance.amax),
         "tokens": dict(provenance.tokens),
+        "exported_onto": provenance.exported_onto,
     }
     if provenance.exported_onto is not None:  # asked for once, it holds for these weights
         record["exported_onto"] = provenance.exported_onto

@@ -9,9 +9,12 @@ import numpy as np
 
 from kvq.checkpoint import CheckpointView, open_checkpoint
 from kvq.checks import rules_for
+from kvq.checks.agreement import agreement_findings
 from kvq.checks.context import Context
 from kvq.checks.engines import engine_findings
 from kvq.checks.findings import Finding, Report
+from kvq.checks.platform import platform_findings
+from kvq.checks.required import REQUIREMENTS, required_findings
 from kvq.dialects import dialect_of, find
 from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
@@ -19,7 +22,7 @@ from kvq.errors import CheckpointError, InputError
 from kvq.geometry import Geometry, read_geometry
 from kvq.pipeline.probe import live_findings, probe
 from kvq.pipeline.reference import Compared, read_reference
-from kvq.provenance import read_provenance
+from kvq.provenance import Provenance, read_provenance
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def verify(
     against: Path | None = None,
     rtol: float = 0.0,
     ask: EngineQuestion | None = None,
+    require: Sequence[str] = (),
 ) -> Report:
     """Run every rule over a checkpoint and return all findings at once.
 
@@ -60,12 +64,19 @@ def verify(
         against: what to compare the scales with.
         rtol: relative tolerance of that comparison.
         ask: engines that must use the scales as written.
+        require: what must be there at all, keys of `REQUIREMENTS`.
 
     Raises:
         KvqError: no answer is possible: unreadable files, an unsupported model, no checks.
     """
     if not 0 <= rtol < math.inf:
         raise InputError(f"--rtol is {rtol}, expected a number >= 0", code="option.rtol")
+    unknown = [name for name in require if name not in REQUIREMENTS]
+    if unknown:
+        raise InputError(
+            f"unknown --require `{unknown[0]}`; known: {', '.join(REQUIREMENTS)}",
+            code="option.require",
+        )
     view = open_checkpoint(path)
     if not view.config:
         raise InputError(
@@ -76,13 +87,13 @@ def verify(
     context, findings = _context(view, geometry, against, rtol)
     rules = rules_for(context, engine_asked=bool(ask and ask.names))
     findings += [finding for rule in rules for finding in rule.check(context)]
+    findings += required_findings(require, context)
     readings: tuple[EngineReading, ...] = ()
     if ask is not None:
-        constant = context.provenance is not None and context.provenance.constant
-        readings, found = _ask(ask, view, geometry, constant=constant)
+        readings, found = _ask(ask, view, geometry, context.provenance)
         findings += found
     findings.sort(key=lambda f: (-1 if f.layer_idx is None else f.layer_idx, f.tensor or ""))
-    checks = (len(rules) + len(readings)) * bool(geometry.layers)
+    checks = (len(rules) + len(require) + len(readings)) * bool(geometry.layers)
     return Report(tuple(findings), checks, len(geometry.layers), readings)
 
 
@@ -109,15 +120,21 @@ def _context(
 
 
 def _ask(
-    ask: EngineQuestion, view: CheckpointView, geometry: Geometry, *, constant: bool
+    ask: EngineQuestion, view: CheckpointView, geometry: Geometry, provenance: Provenance | None
 ) -> tuple[tuple[EngineReading, ...], list[Finding]]:
     engines = get_engines(ask.names, ask.version)
     readings = {name: engine.read(view, geometry, ask.options) for name, engine in engines.items()}
+    constant = provenance is not None and provenance.constant
+    skipped = provenance.skip_layers if provenance is not None else ()
     findings = [
         finding
         for reading in readings.values()
-        for finding in engine_findings(reading, view, constant=constant)
+        for finding in (
+            *engine_findings(reading, view, constant=constant, skipped=skipped),
+            *platform_findings(reading, geometry),
+        )
     ]
+    findings += agreement_findings(tuple(readings.values()))
     if ask.live is not None:
         options = EngineOptions(ask.options.kv_cache_dtype, "cpu")
         answer = probe(

@@ -107,3 +107,13 @@ def test_the_written_schema_is_the_one_the_installed_library_writes(checkpoint):
     parsed = QuantizationConfig.model_validate(written)
     assert parsed.kv_cache_scheme.strategy == "tensor"
     assert parsed.kv_cache_scheme.symmetric
+
+
+def test_a_mixture_of_experts_loads_with_its_scales(kvq, calibrated, tmp_path):
+    model, calibration = calibrated("qwen3_moe")
+    argv = ["export", model, "--scales", calibration, "-o", tmp_path / "out"]
+    assert kvq(*argv, "--for", "transformers").code == 0
+    result = kvq("verify", tmp_path / "out", "--live", "transformers", "--json")
+    assert result.code == 0, result.out
+    (reading,) = result.json["engines"]
+    assert all(layer[side]["tensor"] for layer in reading["layers"] for side in "kv")

@@ -163,7 +163,7 @@ def test_platform_and_gpus_are_inputs_shown_in_the_report(kvq, exported, variant
     [
         (["--platform", "hopper"], "option.platform"),
         (["--tp", "0"], "option.tp"),
-        (["--engine-version", "0.31.0"], "engine.version"),
+        (["--engine-version", "0.28.0"], "engine.version"),
         (["--engine", "sglang", "--engine-version", "0.32.0"], "engine.version"),
     ],
 )

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 SCHEME = {"dynamic": False, "group_size": None, "num_bits": 8, "strategy": "tensor",
           "symmetric": True, "type": "float"}  # fmt: skip
@@ -397,3 +397,50 @@ def test_damaged_statistics_are_refused(kvq, calibrated, tmp_path, amax):
     result = kvq("export", model, *argv)
     assert result.code == 2
     assert result.json["error"]["code"] in ("calibration.statistic", "export.heads")
+
+
+def test_scales_of_other_weights_are_refused_or_recorded(kvq, calibrated, checkpoints, tmp_path):
+    _, calibration = calibrated("llama")
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints("llama"), other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] *= 2
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    argv = ["export", other, "--scales", calibration, "-o", tmp_path / "out"]
+    refused = kvq(*argv, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "export.weights")
+    assert "--for-other-weights" in refused.json["error"]["hint"]
+    done = kvq(*argv, "--for-other-weights", "--json")
+    assert done.code == 0, done.err
+    assert any("other weights" in notice for notice in done.json["notices"])
+    report = kvq("verify", tmp_path / "out", "--json")
+    assert (report.code, [f["code"] for f in report.json["findings"]]) == (
+        0, ["provenance.other_weights"],
+    )  # fmt: skip
+    assert kvq("verify", tmp_path / "out", "--strict").code == 1
+    again = ["export", tmp_path / "out", "--scales", tmp_path / "out", "-o", tmp_path / "again"]
+    assert kvq(*again).code == 0  # the exception is known by now
+    tensors["model.layers.0.self_attn.k_proj.weight"] *= 2
+    changed = tmp_path / "out" / "model-00001-of-00002.safetensors"
+    changed.unlink()
+    save_file(tensors, changed, {"format": "pt"})
+    report = kvq("verify", tmp_path / "out", "--json")
+    assert [f["code"] for f in report.json["findings"]] == ["provenance.weights"]
+
+
+def test_a_mixture_of_experts_gets_the_group_that_transformers_looks_for(kvq, calibrated, tmp_path):
+    model, calibration = calibrated("qwen3_moe")
+    argv = ["export", model, "--scales", calibration, "-o"]
+    assert kvq(*argv, tmp_path / "vllm").code == 0
+    assert kvq(*argv, tmp_path / "both", "--for", "transformers", "--for", "vllm").code == 0
+    groups = {}
+    for name in ("vllm", "both"):
+        config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        groups[name] = config["config_groups"]
+        result = kvq("verify", tmp_path / name, "--engine", "transformers", "--json")
+        assert (result.code == 0) == (name == "both")
+    assert groups["vllm"] == {}
+    assert [group["targets"] for group in groups["both"].values()] == [["re:^$"]]
+    assert kvq("export", tmp_path / "both", "--strip", "-o", tmp_path / "bare").code == 0
+    bare, source = (json.loads((p / "config.json").read_text()) for p in (tmp_path / "bare", model))
+    assert bare == source

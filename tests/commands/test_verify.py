@@ -17,6 +17,8 @@ def rewrite(checkpoint, change):
     write_float32(shard, scales, metadata)
     path = checkpoint / "model.safetensors.index.json"
     index = json.loads(path.read_text())
+    before = sum(info.end - info.start for info in file.tensors.values())
+    index["metadata"]["total_size"] += sum(array.nbytes for array in scales.values()) - before
     weights = {n: f for n, f in index["weight_map"].items() if f != shard.name}
     index["weight_map"] = weights | dict.fromkeys(scales, shard.name)
     path.write_text(json.dumps(index))

@@ -18,6 +18,7 @@ from tests.exports import (
     FLAGS,
     FORMATS,
     GROUPS,
+    PLATFORM,
     Exports,
     by_side,
     expected,
@@ -60,7 +61,13 @@ def test_each_base_is_exported_onto_or_refused_with_the_reason(exports, group):
                     options = ExportOptions(Wanted(kv_cfg), dialect, (engine,), 1, True)
                     try:
                         plan = plan_export(view.root, exports.calibration, options)
-                        judge(plan, view, [engine], EngineOptions(), allow_unread=False)
+                        judge(
+                            plan,
+                            view,
+                            [engine],
+                            EngineOptions(platform=PLATFORM.get(form, "sm90")),
+                            allow_unread=False,
+                        )
                         found[cell] = plan.dialect
                     except KvqError as error:
                         found[cell] = error.code
@@ -81,7 +88,8 @@ def test_scales_read_back_as_the_dialect_rounds_them(exports, group, name, diale
         dtype = FLAGS.get(engine, ()) if dialect == "fp8" else ()
         assert [word for word in shlex.split(command) if "dtype" in word] == [*dtype[:1]], command
         option = ("--kv-cache-dtype", dtype[1]) if dtype else ()
-        kvq("verify", target, "--against", exports.calibration, "--engine", engine, *option)
+        argv = ["--engine", engine, "--platform", PLATFORM.get(form, "sm90"), *option]
+        kvq("verify", target, "--against", exports.calibration, *argv)
 
 
 @pytest.mark.parametrize(("group", "name", "dialect", "form"), CELLS)
@@ -110,6 +118,7 @@ def test_a_second_export_keeps_the_scales_and_strip_gives_the_base_back(
     source = exports.base(name)
     target, commands = exports.written(group, name, dialect, form)
     for_all = [word for engine in commands for word in ("--for", engine)]
+    for_all += ["--platform", PLATFORM.get(form, "sm90")]
     kvq("export", target, "--scales", target, "--dialect", dialect, *for_all, "-o", tmp_path / "2")
     assert by_side(read(tmp_path / "2")) == by_side(read(target))
     assert json_of(tmp_path / "2") == json_of(target)

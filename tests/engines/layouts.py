@@ -129,6 +129,19 @@ def with_index(content: Any) -> Layout:
     return layout
 
 
+def resaved(folder: Path, weights: Tensors, extra: Tensors) -> None:
+    """Names as transformers 5 saves a multimodal model: without `vision_model.`, under `model.`."""
+    renamed = {}
+    for name, array in weights.items():
+        short = name.replace("vision_tower.vision_model.", "vision_tower.")
+        if short.startswith("language_model.model."):
+            short = f"model.language_model.{short.removeprefix('language_model.model.')}"
+        elif short.startswith(("vision_tower", "multi_modal")):
+            short = f"model.{short}"
+        renamed[short] = array
+    single(folder, renamed, extra)
+
+
 LAYOUTS: dict[str, Layout] = {
     "natural-order": natural_order,
     "index-empty": with_index({"weight_map": {}}),

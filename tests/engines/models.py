@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.engines.architectures import ARCHITECTURES
+from tests.engines.layouts import resaved
 from tests.engines.quantization import CT, HEADS, ct, flat, legacy
 from tests.engines.tensors import BASE, Tensors, scales
 from tests.engines.variant import Variant
@@ -22,6 +23,7 @@ def text_config_variants() -> dict[str, Variant]:
     return {
         "gemma3-ct": gemma3(ct_scales, CT),
         "gemma3-ct-new-prefix": gemma3(renamed, CT),
+        "gemma3-ct-resaved": gemma3(renamed, CT, layout=resaved),
         "gemma3-ct-text-prefix": gemma3(scales(), CT),
         "gemma3-ct-both-prefixes": gemma3(ct_scales | scales(
             "model.language_model.layers.{}.self_attn.k_scale", scale=2), CT),

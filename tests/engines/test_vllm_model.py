@@ -14,7 +14,9 @@ from kvq.errors import InputError, KvqError
 from kvq.geometry import read_geometry
 from tests.engines.variants import VARIANTS, write
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "vllm.json").read_text())
+GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDEN = json.loads((GOLDENS / "vllm.json").read_text())
+EARLIER = json.loads((GOLDENS / "vllm_earlier.json").read_text())  # only what differs
 ERROR_LENGTH = 240  # at which the golden cuts
 # kvq does not open these, and vLLM does not load them; kvq's error code.
 REFUSED = {
@@ -35,7 +37,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("vllm")
 
 
-def read(name, folder, *, config=None, **options):
+def read(name, folder, *, config=None, version=None, **options):
     """Read a variant, with some of its config.json and of its options changed."""
     variant = VARIANTS[name]
     if not (folder / name).exists():
@@ -44,7 +46,7 @@ def read(name, folder, *, config=None, **options):
     geometry = read_geometry({**view.config, **(config or {})}, view.tensors)
     view = replace(view, config={**view.config, **(config or {})})
     chosen = EngineOptions(variant.kv_cache_dtype, "cpu", skip_layers=variant.skip_layers)
-    return get_engine("vllm").read(view, geometry, replace(chosen, **options))
+    return get_engine("vllm", version).read(view, geometry, replace(chosen, **options))
 
 
 def found(reading):
@@ -82,6 +84,40 @@ def test_the_model_predicts_what_vllm_did(name, folder):
         assert error.value.code == {**REFUSED, **NOT_MODELLED}[name].partition(":")[0]
         return
     np.testing.assert_equal(found(read(name, folder)), expected(golden))
+
+
+# What earlier versions did and the model does not say, by version and variant.
+UNSAID = {
+    # the class reshapes whatever has that name before it is looked up: another error than predicted
+    **{(version, f"gpt_neox-{method}-names-fused"): "RuntimeError: shape '[4, 3, -1]' is invalid"
+       for version in ("0.29.0", "0.30.0", "0.31.0") for method in ("ct", "modelopt")},
+    # without a quantization config, weights that a sharing layer does not use are missed
+    **{("0.29.0", f"{name}-none"): "ValueError: Following weights were not initialized"
+       for name in ("gemma3n", "gemma4")},
+    ("0.29.0", "starcoder2-none"): None,  # no layer to be seen
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", sorted(EARLIER))
+def test_the_model_predicts_what_earlier_versions_did(version, folder):
+    differing = set()
+    for name in sorted(set(VARIANTS) - set(REFUSED) - set(NOT_MODELLED)):
+        golden = EARLIER[version].get(name, GOLDEN["variants"][name])
+        try:
+            np.testing.assert_equal(found(read(name, folder, version=version)), expected(golden))
+        except AssertionError:
+            differing.add((version, name))
+            assert (golden["error"] or "").startswith(UNSAID[version, name] or "")
+    assert differing == {key for key in UNSAID if key[0] == version}
+
+
+def test_a_version_may_be_shortened():
+    assert get_engine("vllm").version == GOLDEN["vllm"]
+    assert get_engine("vllm", "0.31").version == "0.31.0"
+    assert get_engine("transformers", "5.17.0").version.startswith("5.17.0 with")
+    for unknown in ("0.3", "0.28.0", "1", ""):
+        with pytest.raises(InputError, match=r"kvq models 0\.29\.0, 0\.30\.0, 0\.31\.0, 0\.32\.0"):
+            get_engine("vllm", unknown)
 
 
 def test_every_variant_was_recorded():

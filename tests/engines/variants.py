@@ -45,7 +45,10 @@ from tests.engines.variant import Variant
 
 def write(name: str, folder: Path) -> None:
     """Write the files of a variant into a new folder."""
-    variant = VARIANTS[name]
+    write_variant(VARIANTS[name], folder)
+
+
+def write_variant(variant: Variant, folder: Path) -> None:
     architecture = ARCHITECTURES[variant.architecture]
     folder.mkdir(parents=True)
     config = {"architectures": [architecture.name], "dtype": "bfloat16", **architecture.config}

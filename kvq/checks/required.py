@@ -1,0 +1,39 @@
+"""What `verify --require` asks to be there at all."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvq.checks.context import Context
+from kvq.checks.findings import Finding
+
+
+def _kv_scales(context: Context) -> Iterator[Finding]:
+    if not any(scale.side in ("k", "v") for scale in context.scales):
+        yield Finding(
+            "require.kv_scales", "error",
+            "the checkpoint has no KV scales: a quantized cache would run at scale 1.0 in all "
+            f"{len(context.geometry.layers)} layers",
+            expected="scales of keys and values", found="none",
+            fix="`kvq calibrate` the model, then `kvq export`",
+        )  # fmt: skip
+
+
+def _provenance(context: Context) -> Iterator[Finding]:
+    if context.provenance is None:
+        yield Finding(
+            "require.provenance", "error",
+            "nothing says where the scales come from: a deliberate 1.0 looks like a lost one, and "
+            "scales of other weights like its own",
+            expected="the metadata of `kvq export`", found="none",
+            fix="`kvq export` with the model's calibration",
+        )  # fmt: skip
+
+
+REQUIREMENTS: Mapping[str, Callable[[Context], Iterator[Finding]]] = {
+    "kv-scales": _kv_scales,
+    "provenance": _provenance,
+}
+
+
+def required_findings(names: Sequence[str], context: Context) -> list[Finding]:
+    """Return what is not there of what is asked for."""
+    return [finding for name in dict.fromkeys(names) for finding in REQUIREMENTS[name](context)]
