@@ -71,11 +71,20 @@ def config_declares_scales(context: Context) -> Iterator[Finding]:
             fix="`kvq export` with the model's calibration",
         )  # fmt: skip
     if scheme:
-        yield from _scheme_findings(config or {}, scheme)
+        int8 = context.provenance is not None and context.provenance.format == "int8"
+        yield from _scheme_findings(config or {}, scheme, int8=int8)
 
 
-def _scheme_findings(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterator[Finding]:
+def _scheme_findings(
+    config: Mapping[str, Any], scheme: Mapping[str, Any], *, int8: bool
+) -> Iterator[Finding]:
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    if int8 and (scheme.get("type"), scheme.get("num_bits")) == ("int", 8):
+        yield Finding(
+            "config.int8", "warning", "the cache is INT8: transformers alone runs it so",
+            file="config.json", expected="float", found="int",
+        )  # fmt: skip
+        del wanted["type"]
     for key, expected in wanted.items():
         absent = False if key == "dynamic" else None  # its default is what engines want
         if scheme.get(key, absent) != expected:

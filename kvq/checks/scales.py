@@ -187,10 +187,11 @@ def _status(context: Context, scale: FoundScale) -> str | None:
 @rule()
 def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
     """Each scale is the one that the recorded amax gives: not inverted, swapped, lost or moved."""
-    provenance = context.provenance
-    if provenance is None:
+    if context.provenance is None:
         return
     for scale in context.scales:
+        if _status(context, scale) in ("unknown", "user"):
+            continue  # from a file without a record
         found = [float(v) for v in context.values.get(scale.tensor, _NONE).ravel()]
         amax = _recorded_amax(context, scale, len(found))
         expected = None if amax is None else _stored(context, amax)
@@ -289,9 +290,8 @@ def _against(context: Context, found: list[float] | None, expected: list[float] 
 
 
 def _close(found: list[float], expected: list[float], rtol: float) -> bool:
-    if len(found) != len(expected):
-        return False
-    return all(abs(a - b) <= rtol * abs(b) for a, b in zip(found, expected, strict=True))
+    pairs = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(abs(a - b) <= rtol * abs(b) for a, b in pairs)
 
 
 def _short(values: list[float] | None) -> str:

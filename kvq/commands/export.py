@@ -66,6 +66,7 @@ def export(
     from kvq.pipeline.export import ExportOptions, plan_export, plan_strip
     from kvq.pipeline.judge import judge
     from kvq.pipeline.locate import locate
+    from kvq.pipeline.verify import EngineQuestion
     from kvq.pipeline.write import check_output, write_export
 
     engines = engine or ([] if strip else ["vllm"])
@@ -88,9 +89,10 @@ def export(
         )
         plan = plan_export(root, scales, options)
     verdicts = judge(plan, open_checkpoint(root), engines, wanted, allow_unread=allow_unread)
-    notices = plan.notices + tuple(verdict.unread for verdict in verdicts if verdict.unread)
+    notices = plan.notices + tuple(filter(None, (v.unread or v.unknown for v in verdicts)))
     if not dry_run:
-        notices += write_export(plan, root, out, overwrite=overwrite, link=link)
+        question = EngineQuestion(engines, wanted)
+        notices += write_export(plan, root, out, overwrite=overwrite, link=link, ask=question)
     commands = {verdict.engine: verdict.command(out) for verdict in verdicts}
     if json:
         written = {"schema": 1, "command": "export", "ok": True, "dry_run": dry_run}

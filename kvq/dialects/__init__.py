@@ -5,7 +5,7 @@ from importlib import import_module
 
 from kvq.checkpoint import CheckpointView
 from kvq.dialects.base import Dialect
-from kvq.dialects.documents import LEGACY_NAME
+from kvq.dialects.documents import LEGACY_NAME, method_of
 from kvq.dialects.spellings import FoundScale, FoundScales, find_scales
 from kvq.errors import DialectError
 from kvq.geometry import Geometry
@@ -41,7 +41,7 @@ def get_dialect(name: str) -> Dialect:
 
 def dialect_of(view: CheckpointView) -> Dialect:
     """Return the dialect that a checkpoint speaks: by its method, else by its scales' names."""
-    method = str((view.quantization_config or {}).get("quant_method", "")).lower()
+    method = method_of(view.quantization_config) or ""
     if method.startswith("modelopt"):
         return get_dialect("modelopt")
     if method == "fp8":

@@ -18,7 +18,8 @@ class DialectPlan:
 
     Args:
         tensors: name → float32 scale.
-        documents: JSON files by name, `config.json` among them if it changes.
+        documents: JSON files to write, whole, by name; `config.json` among them if it changes. None
+            for a file of the base that has nothing more to say, and is left out.
         stored: the scales as they are written, after the dialect's rounding.
         losses: what the dialect cannot say, in words.
         unread: why its reader does not use the scales as meant, None if it does.
@@ -76,5 +77,5 @@ class Dialect(Protocol):
         ...
 
     def strip(self, view: CheckpointView) -> Documents:
-        """Return the JSON files, by name, without any declaration of the cache."""
+        """Return the JSON files, by name, without any declaration of the cache; None: left out."""
         ...

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
 from kvq.dialects.base import Declared, DialectPlan, Documents, Target
-from kvq.dialects.documents import LEGACY_NAME, at_place, other_method
+from kvq.dialects.documents import LEGACY_NAME, at_place, method_of, other_method
 from kvq.dialects.spellings import SPELLINGS
 from kvq.engines.transformers_config import MERGED_EXPERTS, model_types
 from kvq.errors import DialectError
@@ -21,6 +21,7 @@ from kvq.scales import ScaleSet
 STRATEGY = {"tensor": "tensor", "head": "attn_head"}
 SCHEMA_VERSION = "0.20.0"  # of compressed-tensors, whose schema this is
 _TYPES = {"fp8_e4m3": "float", "int8": "int"}  # of `kv_cache_scheme`, all of 8 bits
+_MORE = ("transform_config", "sparsity_config", "moe_sparsity_config")  # not of the cache
 # transformers looks for the group of a mixture's experts, and fails where there is no group at all
 # (`integrations/compressed_tensors.py`, get_experts_scheme). One that matches no layer does; vLLM
 # loads it as well.
@@ -104,7 +105,10 @@ class CompressedTensors:
             name: group for name, group in view.config_groups.items() if quantizes_weights(group)
         }
         kept = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
-        rest = {**kept, "config_groups": groups} if groups else None
+        if method_of(config) != self.name:  # of another method, whose weights need it
+            return {CONFIG_NAME: at_place(view.config, place, kept)}
+        some = groups or any(kept.get(key) for key in _MORE)
+        rest = {**kept, "config_groups": groups} if some else None
         return {CONFIG_NAME: at_place(view.config, place, rest)}
 
 
@@ -156,16 +160,16 @@ def _base_config(view: CheckpointView) -> dict[str, Any]:
             "transform_config": {},
             "version": SCHEMA_VERSION,
         }
-    if str(base.get("quant_method")).replace("_", "-") != "compressed-tensors":
-        raise other_method(str(base.get("quant_method")), None)
+    if method_of(base) != "compressed-tensors":
+        raise other_method(str(method_of(base)), None)
     groups = base.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise DialectError(
             "`config_groups` of the checkpoint is not an object of objects", code="dialect.base"
         )
-    # transformers does not know the method by its other spelling, with an underscore
-    fixed = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
-    return {**base, "config_groups": groups, **fixed}
+    # as every reader wants them: SGLang and transformers know one spelling of the method
+    own = {"quant_method": CompressedTensors.name, "quantization_status": "compressed"}
+    return {**base, "config_groups": groups, **own}
 
 
 def _with_attention(

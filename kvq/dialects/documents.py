@@ -14,6 +14,12 @@ NO_KV_METHOD = (
 )  # fmt: skip
 
 
+def method_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return the quantization method as engines compare it: lower case, one spelling."""
+    method = (config or {}).get("quant_method")
+    return None if method is None else str(method).lower().replace("compressed_t", "compressed-t")
+
+
 def at_place(
     config: Mapping[str, Any], place: str, quantization: Mapping[str, Any] | None
 ) -> dict[str, Any]:

@@ -7,10 +7,10 @@ ModelOpt's, in the model's dtype: they are rounded up to one that it has.
 
 import numpy as np
 
-from kvq.checkpoint import CheckpointView
+from kvq.checkpoint import CONFIG_NAME, CheckpointView
 from kvq.dialects.base import Declared, DialectPlan, Documents, Target
-from kvq.dialects.documents import other_method
-from kvq.dialects.modelopt import ModelOpt, round_up
+from kvq.dialects.documents import at_place, method_of, other_method
+from kvq.dialects.modelopt import CACHE_KEYS, ModelOpt, round_up
 from kvq.dialects.spellings import SPELLINGS
 from kvq.errors import DialectError
 from kvq.scales import ScaleSet
@@ -28,7 +28,7 @@ class FP8:
         Raises:
             DialectError: another format than FP8, scales per head, or another method's base.
         """
-        method = str((view.quantization_config or {}).get("quant_method"))
+        method = str(method_of(view.quantization_config))
         if method != self.name:
             raise other_method(method, None)
         if scales.format != "fp8_e4m3" or scales.granularity != "tensor":
@@ -57,4 +57,8 @@ class FP8:
 
     def strip(self, view: CheckpointView) -> Documents:
         """Return config.json without such keys."""
-        return ModelOpt().strip(view) if self.declared(view).format else {}
+        config, place = view.quantization_config, view.quantization_config_place
+        if config is None or place is None or not any(config.get(key) for key in CACHE_KEYS):
+            return {}
+        kept = {key: value for key, value in config.items() if key not in CACHE_KEYS}
+        return {CONFIG_NAME: at_place(view.config, place, kept)}

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvq.checkpoint import CONFIG_NAME, CheckpointView
 from kvq.dialects.base import Declared, DialectPlan, Documents, Target
-from kvq.dialects.documents import LEGACY_NAME, at_place, other_method
+from kvq.dialects.documents import LEGACY_NAME, at_place, method_of, other_method
 from kvq.dialects.spellings import SPELLINGS
 from kvq.engines.vllm_values import FLOAT16, model_dtype
 from kvq.errors import CheckpointError, DialectError
@@ -28,7 +28,7 @@ _ALGORITHMS = {"fp8_e4m3": "FP8", "nvfp4": "NVFP4"}
 _FORMATS = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4", "INT8": "int8"}
 _NUMBERS = {("float", 8): "fp8_e4m3", ("float", 4): "nvfp4", ("int", 8): "int8"}
 _FP8_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
-_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 class ModelOpt:
@@ -72,13 +72,7 @@ class ModelOpt:
         config = view.quantization_config
         if config is None:
             config = _legacy(view) or {}
-        inner = config.get("quantization")
-        places = (inner, config) if isinstance(inner, dict) else (config,)
-        for key in _CACHE_KEYS:
-            for place in places:
-                if place.get(key):
-                    return Declared(_format(place[key]))
-        return Declared(None)
+        return Declared(_declared(config))
 
     def stored(self, values: np.ndarray, view: CheckpointView) -> np.ndarray:
         """Return each value, or the next larger one that the model's dtype has."""
@@ -86,21 +80,42 @@ class ModelOpt:
         return ceil_to(values, np.float16 if half else ml_dtypes.bfloat16)
 
     def strip(self, view: CheckpointView) -> Documents:
-        """Return both files without an algorithm for the cache."""
+        """Return both files without an algorithm for the cache, if something is left in them."""
         documents: dict[str, Mapping[str, Any] | None] = {}
         config, place = view.quantization_config, view.quantization_config_place
         if config is not None and place is not None:
-            kept = {key: value for key, value in config.items() if key not in _CACHE_KEYS}
+            kept = {key: value for key, value in config.items() if key not in CACHE_KEYS}
             if isinstance(kept.get("quantization"), dict):
                 kept["quantization"] = {**kept["quantization"], "kv_cache_quant_algo": None}
-            only_cache = not kept.get("quant_algo") and "quantization" not in kept
+            weights = ("quant_algo", "quantization", "quantized_layers", "config_groups")
+            only_cache = not any(kept.get(key) for key in weights)
             documents[CONFIG_NAME] = at_place(view.config, place, None if only_cache else kept)
         legacy = _legacy(view)
         if legacy is not None:
             inner = {**legacy["quantization"], "kv_cache_quant_algo": None}
-            weights = inner.get("quant_algo") is not None
-            documents[LEGACY_NAME] = {**legacy, "quantization": inner} if weights else None
+            some = inner.get("quant_algo") or inner.get("quantized_layers")
+            documents[LEGACY_NAME] = {**legacy, "quantization": inner} if some else None
         return documents
+
+
+def declared_formats(view: CheckpointView) -> set[str]:
+    """Return the cache formats that config.json and hf_quant_config.json declare, if both exist.
+
+    More than one: the two contradict each other, and engines follow one or the other.
+    """
+    config, legacy = view.quantization_config, _legacy(view)
+    found = {_declared(places) for places in (config, legacy) if places is not None}
+    return {name for name in found if name is not None}
+
+
+def _declared(config: Mapping[str, Any]) -> str | None:
+    inner = config.get("quantization")
+    places = (inner, config) if isinstance(inner, dict) else (config,)
+    for key in CACHE_KEYS:
+        for place in places:
+            if place.get(key):
+                return _format(place[key])
+    return None
 
 
 def round_up(scales: ScaleSet, stored: Any, view: CheckpointView) -> ScaleSet:
@@ -157,20 +172,20 @@ def _documents(view: CheckpointView, algorithm: str) -> dict[str, Mapping[str, A
             LEGACY_NAME: {"producer": producer, "quantization": inner},
         }
     if config is not None:
-        method = str(config.get("quant_method"))
+        method = str(method_of(config))
         if not method.startswith("modelopt"):
             raise other_method(method, None)
         place = view.quantization_config_place
         assert place is not None
-        kept = {key: value for key, value in config.items() if key not in _CACHE_KEYS}
+        kept = {key: value for key, value in config.items() if key not in CACHE_KEYS}
         if isinstance(kept.get("quantization"), dict):
-            inner = {k: v for k, v in kept["quantization"].items() if k not in _CACHE_KEYS}
+            inner = {k: v for k, v in kept["quantization"].items() if k not in CACHE_KEYS}
             kept["quantization"] = {**inner, "kv_cache_quant_algo": algorithm}
         else:
             kept["kv_cache_scheme"] = scheme
         documents[CONFIG_NAME] = at_place(view.config, place, kept)
     if legacy is not None:
-        inner = {k: v for k, v in legacy["quantization"].items() if k not in _CACHE_KEYS}
+        inner = {k: v for k, v in legacy["quantization"].items() if k not in CACHE_KEYS}
         inner["kv_cache_quant_algo"] = algorithm
         documents[LEGACY_NAME] = {**legacy, "quantization": inner}
     return documents

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvq.checkpoint import CheckpointView
 from kvq.dialects.base import Declared, DialectPlan, Documents, Target
+from kvq.dialects.documents import LEGACY_NAME, method_of
 from kvq.errors import CheckpointError, DialectError
 from kvq.files import read_json
 from kvq.geometry import Geometry, text_config
@@ -52,8 +53,10 @@ class SGLangJSON:
                 code="dialect.format",
                 hint="--kv-cfg FP8_KV_CFG --granularity tensor",
             )
-        method = (view.quantization_config or {}).get("quant_method")
-        if method is not None and (view.kv_cache_scheme or str(method).startswith("modelopt")):
+        method = method_of(view.quantization_config)
+        if view.quantization_config is None and (view.root / LEGACY_NAME).is_file():
+            method = "modelopt"
+        if method is not None and (view.kv_cache_scheme or method.startswith("modelopt")):
             raise DialectError(
                 f"`{method}` loads scales of its own, and SGLang stops with a TypeError when such "
                 "a file is given as well",

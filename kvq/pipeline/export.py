@@ -8,15 +8,14 @@ import kvq
 from kvq.checkpoint import CheckpointView, open_checkpoint, weight_fingerprint
 from kvq.dialects import dialect_of, get_dialect
 from kvq.dialects.base import Dialect, DialectPlan, Target
-from kvq.dialects.documents import LEGACY_NAME, other_method
+from kvq.dialects.documents import LEGACY_NAME, method_of, other_method
 from kvq.errors import CheckpointError
 from kvq.geometry import read_geometry
 from kvq.pipeline.convert import Wanted
-from kvq.pipeline.plan import ExportPlan, assemble, old_scales
+from kvq.pipeline.layout import declares_more, old_scales
+from kvq.pipeline.plan import ExportPlan, assemble
 from kvq.pipeline.scale_source import ScaleSource, read_source
 from kvq.scales import ScaleSet
-
-CT_METHODS = ("compressed-tensors", "compressed_tensors")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def plan_strip(model: Path) -> ExportPlan:
     geometry = read_geometry(view.config, view.tensors)
     dialect = dialect_of(view)
     documents = dialect.strip(view)
-    if not old_scales(view, geometry) and dialect.declared(view).format is None:
+    if not old_scales(view, geometry) and not declares_more(view, documents):
         raise CheckpointError(
             f"`{model}` has no scales and declares no quantized cache", code="strip.nothing"
         )
@@ -111,12 +110,12 @@ def _dialect(view: CheckpointView, scales: ScaleSet, options: ExportOptions) -> 
     """
     if options.dialect != "auto":
         return get_dialect(options.dialect)
-    method = (view.quantization_config or {}).get("quant_method")
+    method = method_of(view.quantization_config)
     if method is None and not (view.root / LEGACY_NAME).is_file():
         alone = options.engines == ("tensorrt-llm",)
         return get_dialect("modelopt" if alone else "compressed-tensors")
     dialect = dialect_of(view)
-    if dialect.name == "compressed-tensors" and method not in CT_METHODS:
+    if dialect.name == "compressed-tensors" and method != dialect.name:
         raise other_method(str(method), None)
     return dialect
 

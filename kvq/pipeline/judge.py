@@ -39,11 +39,15 @@ _DTYPE_FLAGS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an engine is to be started so that it uses the scales, and what it still would not."""
+    """How an engine is to be started so that it uses the scales, and what it still would not.
+
+    `unknown` says why it is not known what the engine does.
+    """
 
     engine: str
     flags: tuple[str, ...] = ()
     unread: str | None = None
+    unknown: str | None = None
 
     def command(self, out: Path) -> str:
         """Return the command that serves the result, with what a checkpoint cannot carry."""
@@ -90,7 +94,7 @@ def _ask(name: str, plan: ExportPlan, view: CheckpointView, options: EngineOptio
         return Verdict(name, flags if name == "sglang" else (), plan.unread)
     unread = _unread(name, plan, view, options)
     if unread is None:
-        return Verdict(name, skip)
+        return Verdict(name, skip, unknown=_unknown(name, view, options))
     flag, words = _DTYPE_FLAGS.get(name, ("", {}))
     word = words.get(plan.scales.format) if plan.scales else None
     if word and options.kv_cache_dtype == "auto":
@@ -116,6 +120,15 @@ def _unread(
         return None
     layer = "" if wrong[0].layer_idx is None else f"layer {wrong[0].layer_idx}: "
     return f"{layer}{wrong[0].message} ({len(wrong)} findings in all)"
+
+
+def _unknown(name: str, view: CheckpointView, options: EngineOptions) -> str | None:
+    reading = get_engine(name).read(view, read_geometry(view.config, view.tensors), options)
+    sides = [side for layer in reading.layers for side in (layer.k, layer.v)]
+    unknown = [side.reason for side in sides if side.value is None]
+    if not unknown:
+        return None
+    return f"whether {name} {reading.version} uses the scales is not known: {unknown[0]}"
 
 
 @contextmanager

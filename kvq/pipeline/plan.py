@@ -6,16 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from kvq.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointView
-from kvq.dialects import find
+from kvq.checkpoint import CONFIG_NAME, SINGLE_NAME, CheckpointView
 from kvq.dialects.base import DialectPlan, Documents
-from kvq.dialects.documents import LEGACY_NAME
-from kvq.dialects.sglang_json import FILE_NAME
-from kvq.files import MARKER
+from kvq.errors import CheckpointError
 from kvq.geometry import Geometry
+from kvq.pipeline.layout import draft_scales, left_behind, old_scales, shard_name, side_files
 from kvq.scales import ScaleSet
-
-_OWN = (MARKER, INDEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -65,14 +61,6 @@ class ExportPlan:
         }
 
 
-def old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
-    """Return the names of all scales and zero points of attention that a checkpoint holds."""
-    suffixes = (".k_scale", ".v_scale", ".q_scale", ".kv_scale",
-                ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
-    named = {name for name in view.tensors if name.endswith(suffixes)}
-    return named | {scale.tensor for scale in find(view, geometry).all}
-
-
 def assemble(
     view: CheckpointView, geometry: Geometry, written: DialectPlan, metadata: Mapping[str, str],
     *, carry: str,
@@ -87,6 +75,8 @@ def assemble(
         carry: the dialect, whose own files come along.
     """
     old = set() if not written.tensors and not _strips(written) else old_scales(view, geometry)
+    if not _strips(written) and written.stored.granularity == "tensor":
+        old -= draft_scales(view, geometry)  # nothing replaces these
     kept = []
     for source in view.loaded_files:
         if source.startswith("consolidated"):
@@ -94,14 +84,21 @@ def assemble(
         names = set(view.files[source].tensors)
         if names - old:
             kept.append((source, tuple(sorted(names & old))))
+    if not kept:
+        raise CheckpointError(
+            f"`{view.root}` has no weights beside {', '.join(view.files)}, not carried along",
+            code="export.no_weights",
+            hint="convert it to Hugging Face's names first",
+        )
     count = len(kept) + bool(written.tensors)
-    named = [SINGLE_NAME] if count == 1 else [_shard_name(i, count) for i in range(1, count + 1)]
+    named = [SINGLE_NAME] if count == 1 else [shard_name(i, count) for i in range(1, count + 1)]
     shards = tuple(
         Shard(source, target, drop) for (source, drop), target in zip(kept, named, strict=False)
     )
     scale_shard = named[-1] if written.tensors else None
+    targets = {shard.source: shard.target for shard in shards}
     weight_map = {
-        name: shard.target
+        name: targets.get(_indexed(view, name), shard.target)
         for shard in shards
         for name in view.files[shard.source].tensors
         if name not in shard.drop
@@ -112,70 +109,27 @@ def assemble(
     replaced = (
         f"{len(old)} scale tensors of the source are {'replaced' if scale_shard else 'removed'}"
     )
-    documents = dict(written.documents)
+    documents = {name: found for name, found in written.documents.items() if found is not None}
     return ExportPlan(
         shards=shards,
         scale_shard=scale_shard,
         tensors=written.tensors,
         metadata=metadata,
         documents=documents,
-        config=documents.get(CONFIG_NAME) or view.config,
+        config=documents.get(CONFIG_NAME, view.config),
         weight_map=weight_map if count > 1 else None,
         total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
-        side_files=_side_files(view, documents, carry),
-        notices=(*_left_behind(view, documents, carry), *((replaced,) if old else ())),
+        side_files=side_files(view, written.documents, carry),
+        notices=(*left_behind(view, written.documents, carry), *((replaced,) if old else ())),
         dialect=None,
     )
 
 
+def _indexed(view: CheckpointView, name: str) -> str:
+    """Return the shard that the source's index names for a tensor, where it is really there."""
+    named = (view.weight_map or {}).get(name, "")
+    return named if named in view.files and name in view.files[named].tensors else ""
+
+
 def _strips(written: DialectPlan) -> bool:
     return not written.stored.layers
-
-
-def _shard_name(number: int, count: int) -> str:
-    # the one naming that vLLM, SGLang, TensorRT-LLM and transformers all read
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> list[str]:
-    notices = []
-    consolidated = [name for name in view.files if name.startswith("consolidated")]
-    if consolidated:
-        notices.append(
-            f"{', '.join(consolidated)} not carried along: vLLM would read it instead of the "
-            "shards and never see the scales"
-        )
-    reasons = {
-        LEGACY_NAME: "TensorRT-LLM would follow it, not config.json",
-        FILE_NAME: "its scales may be others",
-    }
-    for name, reason in reasons.items():
-        if _is_stale(name, documents, carry) and (view.root / name).exists():
-            notices.append(f"{name} not carried along: {reason}")
-    stray = [name for name in view.unindexed_files if name not in consolidated]
-    if stray:
-        notices.append(f"{', '.join(stray)} not carried along: the index does not name it")
-    code = sorted(path.name for path in view.root.glob("*.py"))
-    if code:
-        notices.append(f"code of the model is copied, never run: {', '.join(code)}")
-    return notices
-
-
-def _is_stale(name: str, documents: Mapping[str, Any], carry: str) -> bool:
-    """Whether a side file would contradict what is written."""
-    if name in documents:
-        return documents[name] is None
-    return name == FILE_NAME or (name == LEGACY_NAME and carry == "compressed-tensors")
-
-
-def _side_files(view: CheckpointView, documents: Mapping[str, Any], carry: str) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            path.name
-            for path in view.root.iterdir()
-            if path.is_file()
-            and path.suffix != ".safetensors"
-            and path.name not in (*_OWN, *documents)
-            and not _is_stale(path.name, documents, carry)
-        )
-    )

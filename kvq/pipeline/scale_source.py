@@ -9,7 +9,9 @@ import numpy as np
 
 from kvq.checkpoint import CheckpointView, open_checkpoint, weight_fingerprint
 from kvq.configs import KV, Q, QuantizerEntry, with_granularity
-from kvq.dialects import find, read_scales
+from kvq.dialects import dialect_of, find, read_scales
+from kvq.dialects.documents import LEGACY_NAME
+from kvq.dialects.modelopt import declared_formats
 from kvq.errors import CheckpointError, InputError
 from kvq.formats import get_format
 from kvq.geometry import Geometry, LayerGeometry, read_geometry
@@ -139,6 +141,7 @@ def _from_checkpoint(path: Path, wanted: Wanted, geometry: Geometry) -> ScaleSou
     provenance = read_provenance(source, [scale.tensor for scale in found.scales])
     if provenance is not None and provenance.amax:
         return _from_provenance(scales, provenance, wanted, own)
+    scales = replace(scales, format=_stored_format(source, scales, provenance, wanted))
     fingerprint = weight_fingerprint(source)
     legacy = sorted({x.tensor for x in found.scales if x.spelling in ("single", "native-single")})
     notices = (
@@ -148,6 +151,27 @@ def _from_checkpoint(path: Path, wanted: Wanted, geometry: Geometry) -> ScaleSou
     )
     record = {"skip_layers": list(provenance.skip_layers)} if provenance else {}
     return ScaleSource(convert_scales(scales, wanted), fingerprint, record, notices=notices)
+
+
+def _stored_format(
+    source: CheckpointView, scales: ScaleSet, provenance: Provenance | None, wanted: Wanted
+) -> str:
+    """Return the format of a checkpoint's scales: as recorded, else as all of its files declare.
+
+    Raises:
+        CheckpointError: its two files declare different ones, and none is asked for.
+    """
+    if provenance is not None:
+        return provenance.format
+    declared = declared_formats(source) if dialect_of(source).name == "modelopt" else set()
+    if len(declared) > 1 and not wanted.kv_cfg:
+        raise CheckpointError(
+            f"config.json and {LEGACY_NAME} declare different caches: "
+            f"{', '.join(sorted(declared))}",
+            code="scales.declarations",
+            hint="say which one is meant: --kv-cfg FP8_KV_CFG or NVFP4_KV_CFG",
+        )
+    return declared.pop() if len(declared) == 1 else scales.format
 
 
 def _from_provenance(
@@ -191,6 +215,8 @@ def _from_provenance(
         "tokens": dict(provenance.tokens),
         "exported_onto": provenance.exported_onto,
     }
+    if provenance.exported_onto is not None:  # asked for once, it holds for these weights
+        record["exported_onto"] = provenance.exported_onto
     return ScaleSource(
         computed, provenance.weight_fingerprint, record, provenance.attention_class,
         tuple(provenance.skip_layers),
