@@ -126,10 +126,12 @@ def checkpoint(config: dict[str, Any], paths: list[str], *, values: int = 1) -> 
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = dict.fromkeys(weights, files[0]) | dict.fromkeys(scales, files[1])
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    is_mla, text = "kv_lora_rank" in config, config.get("text_config") or config
+    heads = 1 if is_mla else text.get("num_key_value_heads", 1)
     amax = {
-        f"{path}.{side}_bmm_quantizer": [0.25 * (i + 1) * 448] * values
+        f"{path}.{quantizer}_bmm_quantizer": [0.25 * (i + 1) * 448] * heads
         for i, path in enumerate(paths)
-        for side in "kv"
+        for quantizer in (("kv_c", "k_pe") if is_mla else "kv")
     }
     found = {
         "config.json": json.dumps(config).encode(),
