@@ -87,7 +87,9 @@ def left_behind(view: CheckpointView, documents: Mapping[str, Any], carry: str) 
         )
     ]
     if others:
-        notices.append(f"{', '.join(others)} not carried along: no file, or no shard of this model")
+        notices.append(
+            f"{', '.join(others)} not carried along: only files are, in one form of the weights"
+        )
     code = sorted(path.name for path in view.root.glob("*.py"))
     if code:
         notices.append(f"code of the model is copied, never run: {', '.join(code)}")

@@ -104,6 +104,8 @@ def killed():
     arm()
     return run(argv)
 
+run([*argv, "--dry-run"])  # imports everything, before the forks
+
 while True:
     left += 1
     shutil.rmtree(target, ignore_errors=True)
