@@ -2,7 +2,6 @@ import hashlib
 import itertools
 import os
 import sys
-import time
 
 import pytest
 
@@ -24,10 +23,8 @@ def write(root, name, content=f'"""{DOCSTRING}"""\n\n{CODE}'):
 
 
 def test_corpus_is_enough_for_the_default_options():
-    started = time.perf_counter()
     characters = sum(len(text) for text in texts(BuiltinCorpus(0)))
     assert characters >= 6 * 512 * 2048  # more than any trained tokenizer puts in one token
-    assert time.perf_counter() - started < 20
 
 
 def test_same_seed_same_documents():
