@@ -15,6 +15,7 @@ from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence as TokenSequence
 from kvq.calibration.model import LoadedModel
 from kvq.calibration.observe import observing
+from kvq.calibration.streaming.errors import NotStreamable
 from kvq.errors import CalibrationError, KvqError, UnsupportedModelError, first_line
 from kvq.geometry import is_text_path
 
@@ -67,40 +68,50 @@ def run_batches(
     total = sum(len(sequence) for sequence in sequences)
     done, start = 0, time.perf_counter()
     with observing(loaded.body, modules, observer, cross=cross) as run:
-        for batch in _runs(plan, loaded.device):
-            inputs = _inputs([sequences[i] for i in batch])
-            try:
-                run({name: ids.to(loaded.device) for name, ids in inputs.items()})
-            except torch.OutOfMemoryError as error:
-                raise CalibrationError(
-                    f"out of memory on {loaded.device} with {len(batch)} sequences in a batch",
-                    code="calibrate.memory",
-                    hint="lower --batch-size or --seq-len",
-                ) from error
-            except KvqError:
-                raise
-            except Exception as error:  # model code raises anything
-                shapes = {name: list(ids.shape) for name, ids in inputs.items()}
-                raise UnsupportedModelError(
-                    f"`{type(loaded.model).__name__}` fails on token ids {shapes}: "
-                    f"{type(error).__name__}: {first_line(error)}",
-                    code="model.forward",
-                    hint="if it needs images or sound, the Python API takes any inputs",
-                ) from error
+        for batch in runs(plan, loaded.device):
+            inputs = batch_inputs([sequences[i] for i in batch], loaded.device)
+            with model_errors(loaded, inputs):
+                run(inputs)
             done += sum(ids.numel() for ids in inputs.values())
             if progress is not None:
                 progress(done, total, time.perf_counter() - start)
 
 
-def _inputs(batch: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
+@contextmanager
+def model_errors(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Turn what a model raises while it runs into kvq's errors."""
+    shapes = {name: list(ids.shape) for name, ids in inputs.items()}
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"out of memory on {loaded.device} with {len(next(iter(inputs.values())))} sequences "
+            "in a batch",
+            code="calibrate.memory",
+            hint="lower --batch-size or --seq-len",
+        ) from error
+    except (KvqError, NotStreamable):
+        raise
+    except Exception as error:  # model code raises anything
+        raise UnsupportedModelError(
+            f"`{type(loaded.model).__name__}` fails on token ids {shapes}: "
+            f"{type(error).__name__}: {first_line(error)}",
+            code="model.forward",
+            hint="if it needs images or sound, the Python API takes any inputs",
+        ) from error
+
+
+def batch_inputs(batch: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for sequences of equal length, on the device."""
     inputs = {"input_ids": torch.from_numpy(np.stack([one.token_ids for one in batch]))}
     decoder = [one.decoder_ids for one in batch if one.decoder_ids is not None]
     if decoder:
         inputs["decoder_input_ids"] = torch.from_numpy(np.stack(decoder))
-    return inputs
+    return {name: ids.to(device) for name, ids in inputs.items()}
 
 
-def _runs(plan: Sequence[Sequence[int]], device: torch.device) -> Iterator[Sequence[int]]:
+def runs(plan: Sequence[Sequence[int]], device: torch.device) -> Iterator[Sequence[int]]:
+    """Yield what runs at once of each batch of the plan: all of it, or one after the other."""
     for batch in plan:
         yield from ([i] for i in batch) if device.type == "cpu" else [batch]
 
@@ -115,7 +126,9 @@ def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate
     ]
     shapes = Counter(tuple(linear.weight.shape) for linear in linears)
     one_of = {tuple(linear.weight.shape): linear for linear in linears}
-    seconds = sum(_seconds(one_of[shape], batch_tokens) * n for shape, n in shapes.items())
+    seconds = sum(
+        _seconds(one_of[shape], batch_tokens, loaded.device) * n for shape, n in shapes.items()
+    )
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     widest = max((sum(shape) for shape in shapes), default=0)
     item = next(loaded.body.parameters()).element_size()
@@ -123,12 +136,14 @@ def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate
 
 
 @torch.inference_mode()
-def _seconds(linear: nn.Linear, tokens: int) -> float:
+def _seconds(linear: nn.Linear, tokens: int, device: torch.device) -> float:
     weight = linear.weight
-    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=weight.device)
+    if weight.device.type == "meta":
+        weight = torch.zeros(weight.shape, dtype=weight.dtype, device=device)
+    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=device)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        linear(states)[0, 0].item()  # waits for the device
+        nn.functional.linear(states, weight)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - start)
     return best

@@ -1,5 +1,6 @@
 """`kvq calibrate`."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,13 @@ def calibrate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code from the checkpoint.")
     ] = False,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Load one layer at a time, as when all do not fit.")
+    ] = False,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(help="Hidden states kept in memory while streaming, e.g. 8GiB; else files."),
+    ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -81,7 +89,8 @@ def calibrate(
     options = CalibrateOptions(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
         skip_layers=skip_layers, margin=margin,
-        overwrite=overwrite, trust_remote_code=trust_remote_code,
+        overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
+        memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
     with console.Progress() as progress:
         calibration = run(model, Path(out), options, notify=console.note, progress=progress)
@@ -105,3 +114,16 @@ def _batch_size(text: str) -> int | None:
         raise InputError(
             f"--batch-size is `{text}`, expected a number or `auto`", code="option.batch_size"
         ) from None
+
+
+_UNITS = {"k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", text.strip().lower())
+    if match is None:
+        raise InputError(
+            f"--memory-budget is `{text}`, expected a size such as 8GiB or 500M",
+            code="option.memory_budget",
+        )
+    return int(float(match[1]) * (1 << _UNITS[match[2]] if match[2] else 1))
