@@ -57,8 +57,13 @@ def run_batches(
     progress: Progress | None = None,
     *,
     cross: bool = False,
+    start: int = 0,
+    after_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Run every batch of the plan; `plan` holds indices into `sequences` of equal lengths.
+
+    With `start`, that many of what `runs` yields are left out, having run before; `after_batch`
+    is called with how many have run.
 
     On the CPU the sequences of a batch run one by one, so that the maxima do not depend on the
     batch size: a matrix product of another height sums in another order there. Measured on a
@@ -66,15 +71,19 @@ def run_batches(
     of 60 maxima, in 0.88 of the time at 512 tokens a sequence and 0.31 at 32.
     """
     total = sum(len(sequence) for sequence in sequences)
-    done, start = 0, time.perf_counter()
+    done, began = 0, time.perf_counter()
     with observing(loaded.body, modules, observer, cross=cross) as run:
-        for batch in runs(plan, loaded.device):
+        for number, batch in enumerate(runs(plan, loaded.device)):
+            if number < start:
+                done += sum(len(sequences[i]) for i in batch)
+                continue
             inputs = batch_inputs([sequences[i] for i in batch], loaded.device)
             with model_errors(loaded, inputs):
                 run(inputs)
             done += sum(ids.numel() for ids in inputs.values())
             if progress is not None:
-                progress(done, total, time.perf_counter() - start)
+                progress(done, total, time.perf_counter() - began)
+            after_batch(number + 1)
 
 
 @contextmanager

@@ -58,6 +58,9 @@ def calibrate(
         str | None,
         typer.Option(help="Hidden states kept in memory while streaming, e.g. 8GiB; else files."),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an unfinished calibration of the same.")
+    ] = False,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -90,7 +93,7 @@ def calibrate(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
         skip_layers=skip_layers, margin=margin,
         overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
-        memory_budget=None if memory_budget is None else _bytes(memory_budget),
+        resume=resume, memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
     with console.Progress() as progress:
         calibration = run(model, Path(out), options, notify=console.note, progress=progress)

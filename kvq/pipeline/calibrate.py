@@ -19,8 +19,10 @@ from kvq.geometry import (
     with_defaults,
 )
 from kvq.outliers import advice, outlier_layers, without_layers
+from kvq.pipeline.job import Job, Notify, Progress, progress_folder
 from kvq.pipeline.locate import locate
-from kvq.pipeline.observe import Job, Notify, Progress, observe
+from kvq.pipeline.observe import observe
+from kvq.pipeline.resume import check_resumable, session
 from kvq.quantizers import QUERY
 from kvq.state import Calibration, write_calibration
 
@@ -42,6 +44,7 @@ class CalibrateOptions:
     trust_remote_code: bool = False
     streaming: bool = False  # also chosen when the weights do not fit
     memory_budget: int | None = None  # bytes of hidden states to keep in memory while streaming
+    resume: bool = False  # go on with the progress of an unfinished calibration of the same
 
 
 def calibrate(
@@ -60,9 +63,36 @@ def calibrate(
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
+    from kvq.calibration.model import find_device
+
     root = locate(model)
     check_target(target, overwrite=options.overwrite, inputs=[root])
+    check_resumable(progress_folder(target), resume=options.resume, overwrite=options.overwrite)
     entries = get_config(options.kv_cfg)
+    _check_options(options, entries)
+    view = open_checkpoint(root)
+    geometry = read_geometry(view.config, view.tensors)
+    chosen = _chosen_layers(options.skip_layers, geometry)
+    check_observable(view, geometry)
+    check_queries(geometry, entries, options.kv_cfg)
+    for notice in _geometry_notices(view, geometry):
+        notify(notice)
+    data = _load_data(root, view, geometry, options)
+    for notice in data.notices:
+        notify(notice)
+    quantizers = resolve(entries, [
+        f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers
+    ])  # fmt: skip
+    job = Job(view, geometry, data, quantizers, options, target)
+    device = find_device(options.device)
+    with session(job, device, notify) as run:
+        calibration = observe(job, device, run, progress)
+        calibration = _skipping(calibration, chosen, options, notify)
+        write_calibration(calibration, target, overwrite=options.overwrite)
+    return calibration
+
+
+def _check_options(options: CalibrateOptions, entries: QuantConfig) -> None:
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(
             f"--batch-size is {options.batch_size}, expected at least 1 or `auto`",
@@ -80,21 +110,12 @@ def calibrate(
             code="option.margin",
             hint="leave --margin out, or use FP8_KV_CFG",
         )
-    view = open_checkpoint(root)
-    geometry = read_geometry(view.config, view.tensors)
-    chosen = _chosen_layers(options.skip_layers, geometry)
-    check_observable(view, geometry)
-    check_queries(geometry, entries, options.kv_cfg)
-    for notice in _geometry_notices(view, geometry):
-        notify(notice)
-    data = _load_data(root, view, geometry, options)
-    for notice in data.notices:
-        notify(notice)
-    quantizers = resolve(entries, [
-        f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers
-    ])  # fmt: skip
-    job = Job(view, geometry, data, quantizers, options, target)
-    calibration = observe(job, notify, progress)
+
+
+def _skipping(
+    calibration: Calibration, chosen: tuple[int, ...], options: CalibrateOptions, notify: Notify
+) -> Calibration:
+    """Return the calibration with the layers marked that an engine is to leave unquantized."""
     outliers = outlier_layers(calibration)
     if options.skip_layers == "auto":
         chosen = tuple(outliers)
@@ -104,7 +125,6 @@ def calibrate(
     if set(calibration.skip_layers) > set(chosen):
         listed = ", ".join(str(layer) for layer in calibration.skip_layers)
         notify(f"Layers of one cache are skipped together: {listed}.")
-    write_calibration(calibration, target, overwrite=options.overwrite)
     return calibration
 
 

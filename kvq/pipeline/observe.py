@@ -1,18 +1,15 @@
 """Run the model over the data: whole in memory, or streamed layer by layer."""
 
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvq.calibration.batches import describe_plan, plan_batches
 from kvq.calibration.data import CalibrationData
-from kvq.checkpoint import CheckpointView, config_digest, weight_fingerprint
+from kvq.checkpoint import config_digest, weight_fingerprint
 from kvq.errors import UnsupportedModelError
-from kvq.geometry import Geometry
+from kvq.pipeline.job import Job, Notify, Progress
 from kvq.pipeline.record import layer_statistics, model_identity, versions
-from kvq.quantizers import QUERY, QuantizerConfig
+from kvq.pipeline.resume import Session
 from kvq.state import Calibration, Module
 
 if TYPE_CHECKING:
@@ -20,47 +17,9 @@ if TYPE_CHECKING:
 
     from kvq.calibration.amax import Observer
     from kvq.calibration.model import LoadedModel
-    from kvq.pipeline.calibrate import CalibrateOptions
+    from kvq.calibration.streaming.loop import Position, Stream
 
-AUTO_BATCH_TOKENS = {"cuda": 16384}  # elsewhere sequences run one by one
-Notify = Callable[[str], None]
-Progress = Callable[[int, int, float], None]
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a calibration runs on."""
-
-    view: CheckpointView
-    geometry: Geometry
-    data: CalibrationData
-    quantizers: Mapping[str, QuantizerConfig | None]
-    options: "CalibrateOptions"
-    target: Path
-
-    @property
-    def attentions(self) -> list[str]:
-        """Paths of the attention modules."""
-        return [layer.attention for layer in self.geometry.layers]
-
-    @property
-    def work(self) -> Path:
-        """Where a run keeps what it may need again, beside the folder that it writes."""
-        return self.target.with_name(f".{self.target.name}.kvq-progress")
-
-    def observer(self) -> "Observer":
-        """Return an observer that has seen nothing."""
-        from kvq.calibration.amax import Observer
-
-        queries = any(config and n.endswith(QUERY) for n, config in self.quantizers.items())
-        return Observer(self.geometry.layers, queries=queries)
-
-    def batch_size(self, device: str) -> int:
-        """Return how many sequences share a batch, from the device's kind alone."""
-        longest = max(len(sequence) for sequence in self.data.sequences)
-        automatic = max(1, AUTO_BATCH_TOKENS.get(device, 0) // longest)
-        return self.options.batch_size or automatic
 
 
 @dataclass(frozen=True)
@@ -72,19 +31,19 @@ class Outcome:
     modules: tuple[Module, ...]
 
 
-def observe(job: Job, notify: Notify, progress: Progress | None) -> Calibration:
+def observe(
+    job: Job, device: "torch.device", run: Session, progress: Progress | None
+) -> Calibration:
     """Run the model over the data and return what was observed.
 
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
-    from kvq.calibration.model import find_device
     from kvq.calibration.modules import attention_modules
     from kvq.calibration.run import fixed_threads
 
     with fixed_threads() as threads:
-        outcome = _streamed(job, find_device(job.options.device), notify, progress)
-        outcome = outcome or _in_memory(job, notify, progress)
+        outcome = _streamed(job, device, run, progress) or _in_memory(job, run, progress)
         results = outcome.observer.results()
     loaded = outcome.loaded
     attentions = attention_modules(loaded.body, job.attentions)
@@ -113,7 +72,7 @@ def observe(job: Job, notify: Notify, progress: Progress | None) -> Calibration:
     )
 
 
-def _in_memory(job: Job, notify: Notify, progress: Progress | None) -> Outcome:
+def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
     from kvq.calibration.model import load_model
     from kvq.calibration.modules import attention_modules, module_list
     from kvq.calibration.run import run_batches
@@ -125,43 +84,54 @@ def _in_memory(job: Job, notify: Notify, progress: Progress | None) -> Outcome:
     )  # fmt: skip
     modules = module_list(loaded.model, job.attentions)
     batch_size = job.batch_size(loaded.device.type)
-    _announce(loaded, job.data, batch_size, notify)
+    _announce(loaded, job.data, batch_size, run.notify)
     observer = job.observer()
+    start = 0
+    if run.state is not None:
+        start = run.state.position["batches"]
+        run.state.restore(observer, loaded.device)
+        run.notify(f"Resumed after {start} batches.")
     plan = plan_batches(job.data.sequences, batch_size)
     attentions = attention_modules(loaded.body, job.attentions)
-    run_batches(loaded, attentions, observer, job.data.sequences, plan, progress,
-                cross=job.geometry.is_encoder_decoder)  # fmt: skip
+    saver = run.saver("memory", observer)
+    with saver.interruptible():
+        run_batches(
+            loaded, attentions, observer, job.data.sequences, plan, progress,
+            cross=job.geometry.is_encoder_decoder, start=start,
+            after_batch=lambda done: saver.after_batch(lambda: {"batches": done}),
+        )  # fmt: skip
     return Outcome(observer, loaded, modules)
 
 
 def _streamed(
-    job: Job, device: "torch.device", notify: Notify, progress: Progress | None
+    job: Job, device: "torch.device", run: Session, progress: Progress | None
 ) -> Outcome | None:
     """Stream where that is asked for or needed; None where the model has to be loaded whole."""
     from kvq.calibration.memory import FULL, available_bytes, weight_bytes
     from kvq.calibration.streaming.errors import NotStreamable
 
+    if run.state is not None and run.state.mode == "memory":
+        return None
     needed, there = weight_bytes(job.view, job.options.dtype), available_bytes(device)
     fits = needed <= FULL * there
-    if fits and not job.options.streaming:
+    if fits and not job.options.streaming and run.state is None:
         return None
     sizes = f"the weights take {needed / GIB:.1f} GiB, and {device} has {there / GIB:.1f} GiB left"
     try:
-        outcome = _stream(job, "" if fits else f"{sizes}: ", notify, progress)
+        return _stream(job, "" if fits else f"{sizes}: ", run, progress)
     except NotStreamable as reason:
+        run.start_over()
         if fits:
-            notify(f"Not streamed, since {reason}. The whole model is loaded instead.")
+            run.notify(f"Not streamed, since {reason}. The whole model is loaded instead.")
             return None
         raise UnsupportedModelError(
             f"{sizes}; `{job.geometry.architecture}` cannot be run layer by layer, since {reason}",
             code="streaming.impossible",
             hint="use a machine or device with more memory",
         ) from reason
-    return outcome
 
 
-def _stream(job: Job, why: str, notify: Notify, progress: Progress | None) -> Outcome:
-    from kvq.calibration.memory import available_bytes
+def _stream(job: Job, why: str, run: Session, progress: Progress | None) -> Outcome:
     from kvq.calibration.modules import module_list
     from kvq.calibration.streaming.activations import SharedStates
     from kvq.calibration.streaming.hollow import load_hollow
@@ -177,31 +147,55 @@ def _stream(job: Job, why: str, notify: Notify, progress: Progress | None) -> Ou
     batch_size = job.batch_size(hollow.device.type)
     plan = plan_batches(job.data.sequences, batch_size)
     stream = Stream(hollow, job.attentions, observer, job.data.sequences, plan)
-    import torch
-
-    there = available_bytes(torch.device("cpu")) - 2 * stream.largest_layer_bytes
-    budget = max(0, there // 2) if options.memory_budget is None else options.memory_budget
+    budget = _budget(job, stream)
     in_files = stream.activation_bytes > budget
-    notify(
+    at = Position()
+    saved = None
+    if run.state is not None:
+        position = run.state.position
+        at, saved = Position(position["layer"], position["batch"]), position["activations"]
+        in_files = position["in_files"]
+        run.state.restore(observer, hollow.device)
+    run.notify(
         f"Streaming, {why}one decoder layer of up to {stream.largest_layer_bytes / GIB:.2f} GiB at "
         f"a time; hidden states of {stream.activation_bytes / GIB:.2f} GiB "
         + (f"in files beside {job.target.name}" if in_files else "in memory")
     )
     if stream.loaded.text_alone:
-        notify("The whole model needs more than tokens: its text decoder is run alone.")
-    notify(
+        run.notify("The whole model needs more than tokens: its text decoder is run alone.")
+    run.notify(
         f"{len(job.data.sequences)} sequences, {stream.tokens} tokens, batches of {batch_size} on "
         f"{hollow.device}, {stream.layers} layers"
     )
-    try:
-        stream.shared = SharedStates(budget - stream.activation_bytes, job.work)
-        if in_files:
-            job.work.mkdir(exist_ok=True)
-        activations = stream.activations(job.work if in_files else None)
-        stream.run(activations, Position(), progress)
-    finally:
-        shutil.rmtree(job.work, ignore_errors=True)
+    if run.state is not None:
+        run.notify(f"Resumed after {at.layer} layers and {at.batch} batches.")
+    activations = stream.activations(job.work, in_files=in_files, saved=saved)
+    stream.shared = SharedStates(0 if in_files else budget - activations.bytes, job.work)
+    saver = run.saver("streaming", observer, size=activations.bytes)
+
+    def position_of(at: "Position") -> dict[str, Any] | None:
+        if at == Position() or not stream.shared.empty:
+            return None  # nothing to save yet, or what layers share, which stays in memory
+        return {**asdict(at), "in_files": in_files, "activations": activations.prepare()}
+
+    with saver.interruptible():
+        stream.run(
+            activations, at, progress,
+            lambda at: saver.after_batch(lambda: position_of(at), activations.commit),
+        )  # fmt: skip
     return Outcome(observer, stream.loaded, modules)
+
+
+def _budget(job: Job, stream: "Stream") -> int:
+    """Return how many bytes of hidden states to keep in memory: half of what is left, or told."""
+    import torch
+
+    from kvq.calibration.memory import available_bytes
+
+    if job.options.memory_budget is not None:
+        return job.options.memory_budget
+    there = available_bytes(torch.device("cpu")) - 2 * stream.largest_layer_bytes
+    return max(0, there // 2)
 
 
 def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notify) -> None:

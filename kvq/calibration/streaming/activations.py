@@ -2,62 +2,64 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+import os
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq.calibration.progress import damaged, sync
+from kvq.errors import InputError
+
 Shape = tuple[int, ...]
+_CHUNK = 16 << 20
 
 
 class Activations:
     """The hidden states of every batch, read and written one batch at a time.
 
-    In memory there is one copy, which each layer overwrites. In files there are two, so that the
-    one that was saved last stays whole while a layer writes the other.
+    In memory there is one copy, which each layer overwrites and `prepare` writes to a file. In
+    files there are two copies, and each batch has its place in one of them: what was saved last
+    stays whole, and a layer writes to the other one.
 
     Args:
         shapes: of each batch's hidden states.
         dtype: of all of them.
         device: where `read` puts them.
-        folder: where the files go; None keeps all in memory.
-        fresh: begin with empty files; else with what they hold.
+        folder: where files go.
+        in_files: keep them in files, not in memory.
+        saved: what `prepare` returned, to go on from there.
+
+    Raises:
+        InputError: there is no room for the files.
+        CheckpointError: what was saved is not whole.
     """
 
     def __init__(
-        self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device,
-        folder: Path | None, *, fresh: bool = True,
+        self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, folder: Path, *,
+        in_files: bool, saved: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.shapes, self.dtype, self.device = shapes, dtype, device
-        counts = [math.prod(shape) for shape in shapes]
-        self._starts = [0, *itertools.accumulate(counts)]
-        self.before = self.after = 0  # which copy a layer reads, which one it writes
-        self.saved: int | None = None  # the copy that a run could continue from
-        total = self._starts[-1]
-        if folder is None:
-            pinned = device.type == "cuda"
-            self.paths: list[Path] = []
-            self._copies = [torch.empty(total, dtype=dtype, pin_memory=pinned)]
+        self.shapes, self.dtype, self.device, self.in_files = shapes, dtype, device, in_files
+        self._starts = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)]
+        self.bytes = self._starts[-1] * dtype.itemsize
+        self.paths = [folder / f"activations-{i}.bin" for i in (0, 1)]
+        self._at = [0] * len(shapes)  # the copy that holds a batch
+        self._saved: list[int] | None = None  # the same when it was saved last
+        self._file = 0  # where a copy in memory is saved next
+        if in_files:
+            self._open(saved)
         else:
-            self.paths = [folder / f"activations-{i}.bin" for i in (0, 1)]
-            for path in self.paths:
-                with path.open("wb" if fresh else "r+b") as file:
-                    file.truncate(total * dtype.itemsize)
-            self._copies = [
-                torch.from_file(str(path), shared=True, size=total, dtype=dtype)
-                for path in self.paths
-            ]
-
-    @property
-    def in_files(self) -> bool:
-        """Whether they are in files."""
-        return bool(self.paths)
+            pinned = device.type == "cuda"
+            self._copies = [torch.empty(self._starts[-1], dtype=dtype, pin_memory=pinned)]
+            if saved is not None:
+                self._load(saved)
 
     def read(self, batch: int) -> Tensor:
         """Return what the next layer reads of a batch, in memory of its own."""
-        found = self._slot(self.before, batch)
+        found = self._slot(self._at[batch], batch)
         if self.device.type == "cpu":
             return found.clone()  # some layers write into their input
         return found.to(self.device, non_blocking=True)
@@ -66,15 +68,80 @@ class Activations:
         """Keep what a layer made of a batch."""
         assert tuple(states.shape) == self.shapes[batch]
         assert states.dtype == self.dtype
-        self._slot(self.after, batch).copy_(states)
+        if self._saved is not None:
+            self._at[batch] = 1 - self._saved[batch]
+        self._slot(self._at[batch], batch).copy_(states)
 
-    def begin_layer(self) -> None:
-        """Begin with the first batch; what is saved in a file stays until the layer is done."""
-        self.after = 1 - self.before if self.before == self.saved else self.before
+    def prepare(self) -> dict[str, Any]:
+        """Have everything on disk, beside what was saved before; return how to find it."""
+        if self.in_files:
+            for path in self.paths:
+                with path.open("rb") as file:
+                    sync(file.fileno())
+            return {"at": "".join(map(str, self._at))}
+        path, crc = self.paths[self._file], 0
+        data = self._bytes()
+        with path.open("wb") as file:
+            for start in range(0, len(data), _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                crc = zlib.crc32(chunk, crc)
+                file.write(chunk)
+            file.flush()
+            sync(file.fileno())
+        return {"file": self._file, "crc": crc}
 
-    def end_layer(self) -> None:
-        """Let the next layer read what this one wrote."""
-        self.before = self.after
+    def commit(self) -> None:
+        """Keep what `prepare` made from now on, and let go of what was saved before."""
+        if self.in_files:
+            self._saved = list(self._at)
+        else:
+            self._file = 1 - self._file
+            self.paths[self._file].unlink(missing_ok=True)
+
+    def _open(self, saved: Mapping[str, Any] | None) -> None:
+        for path in self.paths:
+            if saved is not None:
+                self._check_size(path)
+                continue
+            try:
+                with path.open("wb") as file:  # a full disk later on would kill the process
+                    os.posix_fallocate(file.fileno(), 0, self.bytes)
+            except OSError as error:
+                raise InputError(
+                    f"two files of {self.bytes} bytes for hidden states do not fit into "
+                    f"`{path.parent.parent}`: {error.strerror}",
+                    code="streaming.disk",
+                    hint="a larger --memory-budget, fewer --num-samples, or -o on another disk",
+                ) from error
+        self._copies = [
+            torch.from_file(str(path), shared=True, size=self._starts[-1], dtype=self.dtype)
+            for path in self.paths
+        ]
+        if saved is not None:
+            self._at = [int(copy) for copy in saved["at"]]
+            if len(self._at) != len(self.shapes):
+                raise damaged(self.paths[0], f"{len(self._at)} batches, not {len(self.shapes)}")
+            self._saved = list(self._at)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        path, data, crc = self.paths[saved["file"]], self._bytes(), 0
+        self._check_size(path)
+        with path.open("rb", buffering=0) as file:
+            for start in range(0, len(data), _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                file.readinto(chunk)
+                crc = zlib.crc32(chunk, crc)
+        if crc != saved["crc"]:
+            raise damaged(path, f"its checksum is {crc}, expected {saved['crc']}")
+        self._file = 1 - saved["file"]
+
+    def _check_size(self, path: Path) -> None:
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self.bytes:
+            raise damaged(path, f"{size} bytes, expected {self.bytes}")
+
+    def _bytes(self) -> memoryview:
+        return memoryview(self._copies[0].view(torch.uint8).numpy())
 
     def _slot(self, copy: int, batch: int) -> Tensor:
         flat = self._copies[copy][self._starts[batch] : self._starts[batch + 1]]

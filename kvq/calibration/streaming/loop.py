@@ -1,7 +1,7 @@
 """The streaming loop: every batch through one layer, then through the next."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,9 +84,13 @@ class Stream:
         """The size of the largest layer's weights."""
         return max(self.hollow.layer_bytes(number) for number in range(self.layers))
 
-    def activations(self, folder: Path | None, *, fresh: bool = True) -> Activations:
-        """Return room for the hidden states, in memory or in files of `folder`."""
-        return Activations(self.shapes, self.dtype, self.hollow.device, folder, fresh=fresh)
+    def activations(
+        self, folder: Path, *, in_files: bool, saved: Mapping[str, Any] | None = None
+    ) -> Activations:
+        """Return room for the hidden states, in memory or in files; holding what was saved."""
+        return Activations(
+            self.shapes, self.dtype, self.hollow.device, folder, in_files=in_files, saved=saved
+        )
 
     def run(
         self, activations: Activations, at: Position, progress: Progress | None = None,
@@ -98,18 +102,15 @@ class Stream:
             activations: of the batches; from the start, what it holds does not matter.
             at: where to begin.
             progress: receives tokens done, tokens in all and seconds.
-            after_batch: called after every batch and layer, with the position of the next.
+            after_batch: called after every batch, with the position of the next.
         """
         start, whole = time.perf_counter(), len(self.runs) * self.layers
         with self._watching(), ThreadPoolExecutor(1, "kvq-weights") as pool:
-            ahead: Future[None] = pool.submit(self.hollow.fill, at.layer)
-            self._embed(activations, resumed=at != Position())
+            ahead: Future[None] = pool.submit(self._fill, at.layer)
+            self._embed(activations, resumed=at != Position(), after_batch=lambda: after_batch(at))
             while at.layer < self.layers:
                 ahead.result()
-                if at.layer + 1 < self.layers:
-                    ahead = pool.submit(self.hollow.fill, at.layer + 1)
-                if at.batch == 0:
-                    activations.begin_layer()
+                ahead = pool.submit(self._fill, at.layer + 1)
                 with self._layer(at.layer) as restorers:
                     for batch in range(at.batch, len(self.runs)):
                         for restore in restorers:
@@ -118,12 +119,15 @@ class Stream:
                         at.batch = batch + 1
                         done = at.layer * len(self.runs) + at.batch
                         if at.batch == len(self.runs):
-                            activations.end_layer()
                             at.layer, at.batch = at.layer + 1, 0
                         after_batch(at)
                         if progress is not None:
                             seconds = time.perf_counter() - start
                             progress(self.tokens * done // whole, self.tokens, seconds)
+
+    def _fill(self, number: int) -> None:
+        if number < self.layers:
+            self.hollow.fill(number)
 
     def _choose_body(self, attentions: Sequence[str]) -> tuple[LoadedModel, Caller]:
         used = np.unique(np.concatenate([one.token_ids for one in self.sequences]))
@@ -188,7 +192,9 @@ class Stream:
         with no_progress_bars(), watching(self.loaded.body, self.modules, self.watch):
             yield
 
-    def _embed(self, activations: Activations, *, resumed: bool) -> None:
+    def _embed(
+        self, activations: Activations, *, resumed: bool, after_batch: Callable[[], None]
+    ) -> None:
         """Make the hidden states that the first layer reads, and what it is called with beside."""
         for batch in range(len(self.runs)):
             calls = self._calls(batch)
@@ -202,6 +208,7 @@ class Stream:
                 self.kept.put(shape, calls)
             elif not known.same(calls):
                 self.fixed = False
+            after_batch()
 
     @torch.inference_mode()
     def _pass(self, number: int, batch: int, activations: Activations) -> None:
