@@ -40,6 +40,7 @@ class Saver:
         self.cost = max(LEAST_SECONDS, size / BYTES_PER_SECOND)
         self._last = time.monotonic()
         self._stopped_by: int | None = None
+        self._stopped_at = 0.0
         self._failed = False
 
     def after_batch(
@@ -81,7 +82,7 @@ class Saver:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM end the run after its batch; a second one ends it at once."""
+        """Let SIGINT and SIGTERM end the run after its batch; a second SIGINT ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are not ours to take
             return
@@ -94,6 +95,9 @@ class Saver:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         if self._stopped_by is not None:
-            raise KeyboardInterrupt
-        self._stopped_by = number
+            # torchrun repeats what a terminal has sent to all processes already
+            if number == signal.SIGINT and time.monotonic() - self._stopped_at > 1:
+                raise KeyboardInterrupt
+            return
+        self._stopped_by, self._stopped_at = number, time.monotonic()
         self.notify(f"{signal.Signals(number).name}: stopping after this batch.")

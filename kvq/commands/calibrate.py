@@ -1,6 +1,7 @@
 """`kvq calibrate`."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,8 @@ Examples:
   kvq calibrate ./model -o calibration
 
   kvq calibrate ./model --kv-cfg NVFP4_KV_CFG --dataset data.jsonl -o calibration
+
+  torchrun --nproc-per-node 2 -m kvq calibrate ./model -o calibration
 """
 
 
@@ -72,6 +75,7 @@ def calibrate(
         )
     try:
         from kvq.calibration.data import DataOptions
+        from kvq.calibration.distributed import ranks
         from kvq.outliers import skip_flag
         from kvq.pipeline.calibrate import CalibrateOptions
         from kvq.pipeline.calibrate import calibrate as run
@@ -95,8 +99,11 @@ def calibrate(
         overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
         resume=resume, memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
-    with console.Progress() as progress:
+    first = ranks().first
+    with console.Progress() if first else nullcontext() as progress:
         calibration = run(model, Path(out), options, notify=console.note, progress=progress)
+    if not first:
+        return
     shown = inspect_calibration(calibration)
     if json:
         console.document({**shown.to_json(), "command": "calibrate", "out": str(out)})

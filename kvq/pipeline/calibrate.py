@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq.calibration.data import CalibrationData, DataOptions, load
 from kvq.checkpoint import SINGLE_NAME, CheckpointView, open_checkpoint
@@ -19,12 +19,17 @@ from kvq.geometry import (
     with_defaults,
 )
 from kvq.outliers import advice, outlier_layers, without_layers
-from kvq.pipeline.job import Job, Notify, Progress, progress_folder
+from kvq.pipeline.job import Job, Notify, Progress
 from kvq.pipeline.locate import locate
 from kvq.pipeline.observe import observe
 from kvq.pipeline.resume import check_resumable, session
 from kvq.quantizers import QUERY
 from kvq.state import Calibration, write_calibration
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvq.calibration.distributed import Ranks
 
 LARGEST_MARGIN = 16.0
 
@@ -53,6 +58,9 @@ def calibrate(
 ) -> Calibration:  # fmt: skip
     """Observe a model's keys and values on data and write the calibration folder.
 
+    Under torchrun, each process runs a part of the batches, all return the whole result, and the
+    first one writes it.
+
     Args:
         model: a checkpoint folder or a hub id.
         target: the folder to write.
@@ -63,11 +71,28 @@ def calibrate(
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
+    from kvq.calibration.distributed import connected, named_errors, ranks
     from kvq.calibration.model import find_device
 
+    ours = ranks()
+    device = find_device(ours.device(options.device))
+    if not ours.first:
+        notify, progress = _silent, None
+    with named_errors(ours), connected(ours, device):
+        return _calibrate(model, target, options, device, ours, notify, progress)
+
+
+def _silent(text: str) -> None:
+    """Say nothing: the first process speaks for all."""
+
+
+def _calibrate(
+    model: str, target: Path, options: CalibrateOptions, device: "torch.device", ours: "Ranks",
+    notify: Notify, progress: Progress | None,
+) -> Calibration:  # fmt: skip
     root = locate(model)
     check_target(target, overwrite=options.overwrite, inputs=[root])
-    check_resumable(progress_folder(target), resume=options.resume, overwrite=options.overwrite)
+    check_resumable(target, ours, resume=options.resume, overwrite=options.overwrite)
     entries = get_config(options.kv_cfg)
     _check_options(options, entries)
     view = open_checkpoint(root)
@@ -83,12 +108,12 @@ def calibrate(
     quantizers = resolve(entries, [
         f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers
     ])  # fmt: skip
-    job = Job(view, geometry, data, quantizers, options, target)
-    device = find_device(options.device)
-    with session(job, device, notify) as run:
-        calibration = observe(job, device, run, progress)
+    job = Job(view, geometry, data, quantizers, options, target, device, ours)
+    with session(job, notify) as run:
+        calibration = observe(job, run, progress)
         calibration = _skipping(calibration, chosen, options, notify)
-        write_calibration(calibration, target, overwrite=options.overwrite)
+        if ours.first:
+            write_calibration(calibration, target, overwrite=options.overwrite)
     return calibration
 
 

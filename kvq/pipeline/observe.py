@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvq.calibration.batches import describe_plan, plan_batches
+from kvq.calibration.batches import describe_plan
 from kvq.calibration.data import CalibrationData
 from kvq.checkpoint import config_digest, weight_fingerprint
 from kvq.errors import UnsupportedModelError
@@ -13,8 +13,6 @@ from kvq.pipeline.resume import Session
 from kvq.state import Calibration, Module
 
 if TYPE_CHECKING:
-    import torch
-
     from kvq.calibration.amax import Observer
     from kvq.calibration.model import LoadedModel
     from kvq.calibration.streaming.loop import Position, Stream
@@ -31,23 +29,22 @@ class Outcome:
     modules: tuple[Module, ...]
 
 
-def observe(
-    job: Job, device: "torch.device", run: Session, progress: Progress | None
-) -> Calibration:
+def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
     """Run the model over the data and return what was observed.
 
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
+    from kvq.calibration.distributed import merge
     from kvq.calibration.modules import attention_modules
     from kvq.calibration.run import fixed_threads
 
     with fixed_threads() as threads:
-        outcome = _streamed(job, device, run, progress) or _in_memory(job, run, progress)
+        outcome = _streamed(job, run, progress) or _in_memory(job, run, progress)
+        merge(job.ranks, outcome.observer, job.device)
         results = outcome.observer.results()
     loaded = outcome.loaded
     attentions = attention_modules(loaded.body, job.attentions)
-    batch_size = job.batch_size(loaded.device.type)
     return Calibration(
         kv_cfg=job.options.kv_cfg,
         layers=layer_statistics(job.geometry.layers, results, outcome.observer.tokens),
@@ -62,7 +59,7 @@ def observe(
         margin=job.options.margin,
         run={
             "observer": "amax",
-            "batch_plan": describe_plan(job.data.sequences, batch_size),
+            "batch_plan": describe_plan(job.data.sequences, job.batch_size),
             "device": loaded.device.type,
             "dtype": loaded.dtype,
             "attention": loaded.attention,
@@ -79,44 +76,44 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
 
     options = job.options
     loaded = load_model(
-        job.view.root, dict(job.view.config), device=options.device, dtype=options.dtype,
+        job.view.root, dict(job.view.config), device=str(job.device), dtype=options.dtype,
         trust_remote_code=options.trust_remote_code, attentions=job.attentions,
     )  # fmt: skip
     modules = module_list(loaded.model, job.attentions)
-    batch_size = job.batch_size(loaded.device.type)
-    _announce(loaded, job.data, batch_size, run.notify)
+    _announce(loaded, job.data, job.batch_size, run.notify)
     observer = job.observer()
     start = 0
     if run.state is not None:
         start = run.state.position["batches"]
         run.state.restore(observer, loaded.device)
         run.notify(f"Resumed after {start} batches.")
-    plan = plan_batches(job.data.sequences, batch_size)
     attentions = attention_modules(loaded.body, job.attentions)
     saver = run.saver("memory", observer)
     with saver.interruptible():
         run_batches(
-            loaded, attentions, observer, job.data.sequences, plan, progress,
+            loaded, attentions, observer, job.data.sequences, job.plan, progress,
             cross=job.geometry.is_encoder_decoder, start=start,
             after_batch=lambda done: saver.after_batch(lambda: {"batches": done}),
         )  # fmt: skip
     return Outcome(observer, loaded, modules)
 
 
-def _streamed(
-    job: Job, device: "torch.device", run: Session, progress: Progress | None
-) -> Outcome | None:
+def _streamed(job: Job, run: Session, progress: Progress | None) -> Outcome | None:
     """Stream where that is asked for or needed; None where the model has to be loaded whole."""
     from kvq.calibration.memory import FULL, available_bytes, weight_bytes
     from kvq.calibration.streaming.errors import NotStreamable
 
     if run.state is not None and run.state.mode == "memory":
         return None
-    needed, there = weight_bytes(job.view, job.options.dtype), available_bytes(device)
+    needed, there = weight_bytes(job.view, job.options.dtype), available_bytes(job.device)
+    if job.device.type == "cpu":
+        there //= job.ranks.local_world
     fits = needed <= FULL * there
     if fits and not job.options.streaming and run.state is None:
         return None
-    sizes = f"the weights take {needed / GIB:.1f} GiB, and {device} has {there / GIB:.1f} GiB left"
+    sizes = (
+        f"the weights take {needed / GIB:.1f} GiB, and {job.device} has {there / GIB:.1f} GiB left"
+    )
     try:
         return _stream(job, "" if fits else f"{sizes}: ", run, progress)
     except NotStreamable as reason:
@@ -139,14 +136,12 @@ def _stream(job: Job, why: str, run: Session, progress: Progress | None) -> Outc
 
     options = job.options
     hollow = load_hollow(
-        job.view, device=options.device, dtype=options.dtype, attentions=job.attentions,
+        job.view, device=str(job.device), dtype=options.dtype, attentions=job.attentions,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     modules = module_list(hollow.model, job.attentions)
     observer = job.observer()
-    batch_size = job.batch_size(hollow.device.type)
-    plan = plan_batches(job.data.sequences, batch_size)
-    stream = Stream(hollow, job.attentions, observer, job.data.sequences, plan)
+    stream = Stream(hollow, job.attentions, observer, job.data.sequences, job.plan)
     budget = _budget(job, stream)
     in_files = stream.activation_bytes > budget
     at = Position()
@@ -164,8 +159,8 @@ def _stream(job: Job, why: str, run: Session, progress: Progress | None) -> Outc
     if stream.loaded.text_alone:
         run.notify("The whole model needs more than tokens: its text decoder is run alone.")
     run.notify(
-        f"{len(job.data.sequences)} sequences, {stream.tokens} tokens, batches of {batch_size} on "
-        f"{hollow.device}, {stream.layers} layers"
+        f"{len(job.data.sequences)} sequences, {stream.tokens} tokens, batches of "
+        f"{job.batch_size} on {hollow.device}, {stream.layers} layers"
     )
     if run.state is not None:
         run.notify(f"Resumed after {at.layer} layers and {at.batch} batches.")
@@ -194,8 +189,8 @@ def _budget(job: Job, stream: "Stream") -> int:
 
     if job.options.memory_budget is not None:
         return job.options.memory_budget
-    there = available_bytes(torch.device("cpu")) - 2 * stream.largest_layer_bytes
-    return max(0, there // 2)
+    there = available_bytes(torch.device("cpu")) // job.ranks.local_world
+    return max(0, (there - 2 * stream.largest_layer_bytes) // 2)
 
 
 def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notify) -> None:

@@ -1,21 +1,22 @@
 """Go on with an unfinished calibration, or refuse to."""
 
+import glob
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.calibration.batches import describe_plan
 from kvq.checkpoint import config_digest
 from kvq.errors import InputError, KvqError
-from kvq.pipeline.job import Job, Notify
+from kvq.pipeline.job import Job, Notify, progress_folder
 from kvq.pipeline.record import versions
 
 if TYPE_CHECKING:
-    import torch
-
     from kvq.calibration.amax import Observer
+    from kvq.calibration.distributed import Ranks
     from kvq.calibration.progress import Folder, State
     from kvq.calibration.saving import Saver
 
@@ -44,7 +45,7 @@ class Session:
         self.folder.clear()
 
 
-def check_resumable(folder: Path, *, resume: bool, overwrite: bool) -> None:
+def check_resumable(target: Path, ranks: "Ranks", *, resume: bool, overwrite: bool) -> None:
     """Refuse to lose the progress of an unfinished run that nobody has mentioned.
 
     Raises:
@@ -52,24 +53,41 @@ def check_resumable(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
     from kvq.calibration.progress import exists
 
-    if exists(folder) and not resume and not overwrite:
+    folders = target.parent.glob(f".{glob.escape(target.name)}.kvq-progress*")
+    found = sorted(folder for folder in folders if exists(folder))
+    of_others = [f for f in found if f not in _of_same_number(target, ranks)]
+    if found and not resume and not overwrite:
         raise InputError(
-            f"`{folder}` holds the progress of an unfinished calibration",
+            f"`{found[0]}` holds the progress of an unfinished calibration",
             code="progress.exists",
             hint="--resume goes on with it, --overwrite starts over",
         )
+    if of_others and resume:
+        raise InputError(
+            f"`{of_others[0]}` holds the progress of another number of processes",
+            code="progress.other_run",
+            hint="run as many as before, or start over with --overwrite instead of --resume",
+        )
+    for folder in of_others if ranks.first else ():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_same_number(target: Path, ranks: "Ranks") -> list[Path]:
+    return [progress_folder(target, replace(ranks, rank=i)) for i in range(ranks.world)]
 
 
 @contextmanager
-def session(job: Job, device: "torch.device", notify: Notify) -> Iterator[Session]:
+def session(job: Job, notify: Notify) -> Iterator[Session]:
     """Hold the folder of a run's progress inside the block; a run that ends well deletes it.
 
     Raises:
         KvqError: the progress there is not whole, or of another run.
     """
+    from kvq.calibration.distributed import check_same
     from kvq.calibration.progress import Folder, check_identity, exists, read_state
 
-    identity = _identity(job, device)
+    identity = _identity(job)
+    check_same(job.ranks, identity)
     folder = Folder(job.work)
     try:
         state = None
@@ -94,20 +112,22 @@ def session(job: Job, device: "torch.device", notify: Notify) -> Iterator[Sessio
         folder.close()
 
 
-def _identity(job: Job, device: "torch.device") -> dict[str, Any]:
+def _identity(job: Job) -> dict[str, Any]:
     """Return everything that the statistics depend on, named as a user knows it."""
     import torch
 
     from kvq.calibration.progress import weights_digest
     from kvq.calibration.run import cpu_threads
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = job.device.type
+    if name == "cuda":
+        name = torch.cuda.get_device_name(job.device)
     options = job.options
     return {
         "version": versions(),
         "model": {"config": config_digest(job.view.config), "weights": weights_digest(job.view)},
         "data": dict(job.data.identity),
-        "plan": describe_plan(job.data.sequences, job.batch_size(device.type)),
+        "plan": describe_plan(job.data.sequences, job.batch_size),
         "layers": [asdict(layer) for layer in job.geometry.layers],
         "options": {
             "--kv-cfg": options.kv_cfg,
