@@ -46,13 +46,13 @@ class HollowModel:
         names = list(live_names(model, attentions).values())
         self._container, self.layers = _decoder_layers(model, names)
         self._sources = _sources(model, view.tensors)
+        for name, buffer in model.named_buffers():
+            if buffer.device.type != "meta":
+                _owner(model, name)._buffers[name.rpartition(".")[2]] = buffer.to(device)
         modules = [module for layer in self.layers for module in layer.modules()]
         self._meta = {id(m): (dict(m._parameters), dict(m._buffers)) for m in modules}
         if len(self._meta) != len(modules):
             raise NotStreamable("its layers share modules")
-        for name, buffer in model.named_buffers():
-            if buffer.device.type != "meta":
-                _owner(model, name)._buffers[name.rpartition(".")[2]] = buffer.to(device)
 
     def layer_bytes(self, number: int) -> int:
         """Return how many bytes of the checkpoint a layer has."""

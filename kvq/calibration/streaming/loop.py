@@ -109,7 +109,8 @@ class Stream:
             ahead: Future[None] = pool.submit(self._fill, at.layer)
             self._embed(activations, resumed=at != Position(), after_batch=lambda: after_batch(at))
             while at.layer < self.layers:
-                ahead.result()
+                with model_errors(self.loaded, self._inputs(0)):
+                    ahead.result()
                 ahead = pool.submit(self._fill, at.layer + 1)
                 with self._layer(at.layer) as restorers:
                     for batch in range(at.batch, len(self.runs)):
