@@ -56,7 +56,7 @@ class HollowModel:
 
     def layer_bytes(self, number: int) -> int:
         """Return how many bytes of the checkpoint a layer has."""
-        return sum(info.end - info.start for info in self._stored_of(number).values())
+        return sum(_size(stored) for stored in self._stored_of(number))
 
     def fill_outside(self, body: nn.Module, tokens: Tensor) -> None:
         """Fill what `body` has outside of its layers; of embeddings, only the rows in use.
@@ -91,7 +91,12 @@ class HollowModel:
         Raises:
             NotStreamable: some of them are stored with another layer.
         """
-        self._load(self._stored_of(number))
+        # what is merged of many tensors alone, the largest first: merging holds it twice
+        stored = sorted(self._stored_of(number), key=_size, reverse=True)
+        for parts in [parts for parts in stored if len(parts) > 1]:
+            self._load(parts)
+        self._load({name: info for parts in stored if len(parts) == 1
+                    for name, info in parts.items()})  # fmt: skip
         layer = self.layers[number]
         tensors = [*layer.named_parameters(), *layer.named_buffers()]
         absent = [name for name, tensor in tensors if tensor.device.type == "meta"]
@@ -108,13 +113,11 @@ class HollowModel:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
 
-    def _stored_of(self, number: int) -> dict[str, TensorInfo]:
+    def _stored_of(self, number: int) -> list[dict[str, TensorInfo]]:
+        """Return the stored tensors of each parameter of a layer."""
         prefix = f"{self._container}.{number}."
-        found: dict[str, TensorInfo] = {}
-        for name, stored in self._sources.items():
-            if name.startswith(prefix):
-                found |= stored
-        return found
+        found = {id(s): s for name, s in self._sources.items() if name.startswith(prefix)}
+        return list(found.values())
 
     def _load(self, stored: Mapping[str, TensorInfo]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -237,6 +240,10 @@ def _sources(model: Any, tensors: Mapping[str, TensorInfo]) -> dict[str, dict[st
         for name in tied:
             found.setdefault(name, stored)
     return found
+
+
+def _size(stored: Mapping[str, TensorInfo]) -> int:
+    return sum(info.end - info.start for info in stored.values())
 
 
 def _as_stored(parameter: Tensor, stored: Mapping[str, TensorInfo]) -> bool:
