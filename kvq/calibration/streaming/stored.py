@@ -1,5 +1,6 @@
 """Tensors that stay in their safetensors file until they are asked for."""
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +78,13 @@ class Reader:
 
     def _read(self, info: TensorInfo, parts: Sequence[tuple[int, int]]) -> Tensor:
         total = sum(size for _, size in parts)
-        data = torch.empty(total, dtype=torch.uint8, pin_memory=self.stream is not None)
+        if self.stream is not None:
+            data = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+        elif total:  # malloc keeps what it frees of tensors of a few megabytes
+            memory = mmap.mmap(-1, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            data = torch.empty(0, dtype=torch.uint8)
         into, position = memoryview(data.numpy()), 0
         try:
             with info.path.open("rb", buffering=0) as file:
