@@ -117,6 +117,8 @@ def check_same(ours: Ranks, what: Any) -> None:
 def merge(ours: Ranks, observer: Observer, device: torch.device) -> None:
     """Give every process the maxima and token counts of all; exact, and in any order.
 
+    Of batches that show the same maximum, the one with the lowest number counts.
+
     NaN counts as infinity, which is refused alike.
     """
     if ours.world == 1:
@@ -127,10 +129,16 @@ def merge(ours: Ranks, observer: Observer, device: torch.device) -> None:
         seen = observer.amax.get(key)
         amax = torch.zeros(heads, device=device) if seen is None else seen.nan_to_num(nan=torch.inf)
         tokens = torch.tensor(observer.tokens.get(key, 0), device=device)
+        mine = amax.clone()
         dist.all_reduce(amax, dist.ReduceOp.MAX)
         dist.all_reduce(tokens)
+        raised = torch.full((heads,), torch.iinfo(torch.int64).max, device=device)
+        if seen is not None:
+            raised = torch.where(mine == amax, observer.raised[key], raised)
+        dist.all_reduce(raised, dist.ReduceOp.MIN)
         if int(tokens):
             observer.amax[key], observer.tokens[key] = amax, int(tokens)
+            observer.raised[key] = raised
 
 
 @contextmanager

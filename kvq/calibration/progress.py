@@ -33,18 +33,20 @@ class State:
     Attributes:
         mode: `memory` or `streaming`.
         position: what the mode needs to go on.
-        amax: by attention path and quantizer, float32 [heads], and how many tokens were seen.
+        amax: by attention path and quantizer, float32 [heads], the batches that raised it, int64
+            [heads], and how many tokens were seen.
     """
 
     mode: str
     identity: Mapping[str, Any]
     position: Mapping[str, Any]
-    amax: Mapping[tuple[str, str], tuple[np.ndarray, int]]
+    amax: Mapping[tuple[str, str], tuple[np.ndarray, np.ndarray, int]]
 
     def restore(self, observer: Observer, device: torch.device) -> None:
         """Let an observer that has seen nothing go on from here."""
-        for key, (amax, tokens) in self.amax.items():
-            observer.amax[key] = torch.from_numpy(amax.copy()).to(device)
+        for key, (amax, raised, tokens) in self.amax.items():
+            observer.amax[key] = torch.from_numpy(amax).to(device)
+            observer.raised[key] = torch.from_numpy(raised).to(device)
             observer.tokens[key] = tokens
 
 
@@ -59,8 +61,7 @@ def write_state(
 ) -> None:  # fmt: skip
     """Replace the state in one step; a process killed meanwhile leaves the old one."""
     seen = [
-        [*key, base64.b64encode(amax.cpu().numpy().astype("<f4").tobytes()).decode(),
-         observer.tokens[key]]
+        [*key, _encoded(amax, "<f4"), _encoded(observer.raised[key], "<i8"), observer.tokens[key]]
         for key, amax in sorted(observer.amax.items())
     ]  # fmt: skip
     state = {"schema": SCHEMA, "mode": mode, "identity": identity, "position": position,
@@ -87,8 +88,8 @@ def read_state(folder: Path) -> State:
         if digest != _digest(found):
             raise damaged(path, "its digest is another")
         amax = {
-            (attention, quantizer): (np.frombuffer(base64.b64decode(text), "<f4"), tokens)
-            for attention, quantizer, text, tokens in found["amax"]
+            (attention, quantizer): (_decoded(amax, "<f4"), _decoded(raised, "<i8"), tokens)
+            for attention, quantizer, amax, raised, tokens in found["amax"]
         }
         if found["schema"] != SCHEMA:
             raise damaged(path, f"its schema is {found['schema']}, expected {SCHEMA}")
@@ -133,6 +134,14 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
             yield from _differences(inner, before.get(key), now.get(key))
     elif before != now:
         yield f"`{name}` was {shorten(before)} and is {shorten(now)}"
+
+
+def _encoded(values: torch.Tensor, dtype: str) -> str:
+    return base64.b64encode(values.cpu().numpy().astype(dtype).tobytes()).decode()
+
+
+def _decoded(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 
 def _digest(state: Mapping[str, Any]) -> str:

@@ -57,13 +57,14 @@ def run_batches(
     progress: Progress | None = None,
     *,
     cross: bool = False,
+    numbers: Sequence[int] | None = None,
     start: int = 0,
     after_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Run every batch of the plan; `plan` holds indices into `sequences` of equal lengths.
 
-    With `start`, that many of what `runs` yields are left out, having run before; `after_batch`
-    is called with how many have run.
+    Batches have the given numbers, or are counted from 0. With `start`, that many of what `runs`
+    yields are left out, having run before; `after_batch` is called with how many have run.
 
     On the CPU the sequences of a batch run one by one, so that the maxima do not depend on the
     batch size: a matrix product of another height sums in another order there. Measured on a
@@ -73,17 +74,18 @@ def run_batches(
     total = sum(len(sequence) for sequence in sequences)
     done, began = 0, time.perf_counter()
     with observing(loaded.body, modules, observer, cross=cross) as run:
-        for number, batch in enumerate(runs(plan, loaded.device)):
-            if number < start:
+        for count, (number, batch) in enumerate(runs(plan, loaded.device, numbers)):
+            if count < start:
                 done += sum(len(sequences[i]) for i in batch)
                 continue
             inputs = batch_inputs([sequences[i] for i in batch], loaded.device)
+            observer.batch = number
             with model_errors(loaded, inputs):
                 run(inputs)
             done += sum(ids.numel() for ids in inputs.values())
             if progress is not None:
                 progress(done, total, time.perf_counter() - began)
-            after_batch(number + 1)
+            after_batch(count + 1)
 
 
 @contextmanager
@@ -119,10 +121,13 @@ def batch_inputs(batch: Sequence[TokenSequence], device: torch.device) -> dict[s
     return {name: ids.to(device) for name, ids in inputs.items()}
 
 
-def runs(plan: Sequence[Sequence[int]], device: torch.device) -> Iterator[Sequence[int]]:
-    """Yield what runs at once of each batch of the plan: all of it, or one after the other."""
-    for batch in plan:
-        yield from ([i] for i in batch) if device.type == "cpu" else [batch]
+def runs(
+    plan: Sequence[Sequence[int]], device: torch.device, numbers: Sequence[int] | None = None
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield each batch's number and what runs at once of it: all, or one after the other."""
+    for number, batch in zip(numbers or range(len(plan)), plan, strict=True):
+        for part in ([i] for i in batch) if device.type == "cpu" else [batch]:
+            yield number, part
 
 
 def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate:

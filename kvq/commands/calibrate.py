@@ -79,6 +79,7 @@ def calibrate(
         from kvq.outliers import skip_flag
         from kvq.pipeline.calibrate import CalibrateOptions
         from kvq.pipeline.calibrate import calibrate as run
+        from kvq.pipeline.convergence import convergence
         from kvq.pipeline.inspect import inspect_calibration
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
@@ -110,6 +111,8 @@ def calibrate(
         return
     console.answer(shown.tree)
     console.layer_table(shown.rows)
+    if (reached := convergence(calibration)) is not None:
+        console.answer(reached)
     console.answer(f"{shown.summary}\nwrote {out}")
     if calibration.skip_layers:
         console.answer(f"serve it with: vllm serve ... {skip_flag(calibration.skip_layers)}")

@@ -65,6 +65,11 @@ class Job:
         """The batches that this process runs, as indices into the sequences."""
         return self.ranks.own(plan_batches(self.data.sequences, self.batch_size))
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Their numbers in the whole plan."""
+        return self.ranks.own(range(len(plan_batches(self.data.sequences, self.batch_size))))
+
 
 def progress_folder(target: Path, ranks: "Ranks") -> Path:
     """Return where the progress of a run that writes `target` is kept, of each process apart."""

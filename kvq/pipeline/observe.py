@@ -47,7 +47,7 @@ def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
     attentions = attention_modules(loaded.body, job.attentions)
     return Calibration(
         kv_cfg=job.options.kv_cfg,
-        layers=layer_statistics(job.geometry.layers, results, outcome.observer.tokens),
+        layers=layer_statistics(job.geometry.layers, results, outcome.observer),
         quantizers=job.quantizers,
         modules=outcome.modules,
         model={
@@ -92,7 +92,7 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
     with saver.interruptible():
         run_batches(
             loaded, attentions, observer, job.data.sequences, job.plan, progress,
-            cross=job.geometry.is_encoder_decoder, start=start,
+            cross=job.geometry.is_encoder_decoder, numbers=job.numbers, start=start,
             after_batch=lambda done: saver.after_batch(lambda: {"batches": done}),
         )  # fmt: skip
     return Outcome(observer, loaded, modules)
@@ -141,7 +141,7 @@ def _stream(job: Job, why: str, run: Session, progress: Progress | None) -> Outc
     )  # fmt: skip
     modules = module_list(hollow.model, job.attentions)
     observer = job.observer()
-    stream = Stream(hollow, job.attentions, observer, job.data.sequences, job.plan)
+    stream = Stream(hollow, job.attentions, observer, job.data.sequences, job.plan, job.numbers)
     budget = _budget(job, stream)
     in_files = stream.activation_bytes > budget
     at = Position()

@@ -72,6 +72,37 @@ def test_tokens_are_counted_per_layer(calibrated):
     assert [layer["tokens"] for layer in config["layers"]] == [8 * (5 + 17 + 40)] * 2
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_each_layer_shows_in_which_batch_its_maxima_were_reached(
+    kvq, checkpoints, rows, tmp_path, batch_size
+):
+    from kvq.calibration.batches import Sequence, plan_batches
+
+    argv = ["--dataset", rows, "--seq-len", 64, "--num-samples", 9, "--batch-size", batch_size,
+            "--min-tokens", 1]  # fmt: skip
+    result = kvq("calibrate", checkpoints("llama"), *argv, "-o", tmp_path / "c")
+    given = read_rows(rows)[:9]
+    alone = [record(checkpoints("llama"), [row], torch.bfloat16, "sdpa") for row in given]
+    plan = plan_batches([Sequence(np.array(row)) for row in given], batch_size)
+    by_batch = [
+        {key: np.max([alone[i][key] for i in batch], axis=0) for key in alone[0]} for batch in plan
+    ]
+    layers = json.loads((tmp_path / "c" / "config.json").read_text())["layers"]
+    last = []
+    for layer in layers:
+        for side in "kv":
+            shown = np.stack([one[layer["layer_idx"], side] for one in by_batch])
+            expected = int(shown.argmax(0).max())  # of equal ones, the first
+            assert layer["raised"][f"{side}_bmm_quantizer"] == expected
+            last.append(expected)
+    early = sum(number < len(plan) / 2 for number in last)
+    assert (
+        f"convergence: {early} of 4 maxima were reached in the first half of the {len(plan)} "
+        "batches, the last one (layer " in result.out
+    )
+    assert f") in batch {max(last) + 1}\n" in result.out
+
+
 def test_the_tree_and_the_table_are_printed_at_the_end(kvq, checkpoints, rows, tmp_path):
     result = kvq(
         "calibrate", checkpoints("llama"), "--dataset", rows, "--seq-len", 64,

@@ -109,6 +109,10 @@ def _merging(rank, folder):
     mine = torch.tensor([[1.5, 3.0], [2.5, float("nan")]][rank])
     observer.amax["layers.0", "k_bmm_quantizer"] = mine
     observer.tokens["layers.0", "k_bmm_quantizer"] = rank + 4
+    observer.raised["layers.0", "k_bmm_quantizer"] = torch.tensor([7, 5][rank : rank + 1] * 2)
+    tied = "layers.1", "v_bmm_quantizer"
+    observer.amax[tied], observer.tokens[tied] = torch.tensor([4.0, 1.0 + rank]), 1
+    observer.raised[tied] = torch.tensor([9 - rank, 2 * rank])
     with connected(ours, torch.device("cpu")):
         assert dist.get_world_size() == 2
         merge(ours, observer, torch.device("cpu"))
@@ -118,7 +122,8 @@ def _merging(rank, folder):
         except InputError as error:
             refused = str(error)
     amax = {"/".join(key): value.tolist() for key, value in observer.amax.items()}
-    (folder / f"{rank}.txt").write_text(repr((amax, observer.tokens, refused)))
+    raised = {"/".join(key): value.tolist() for key, value in observer.raised.items()}
+    (folder / f"{rank}.txt").write_text(repr((amax, raised, observer.tokens, refused)))
 
 
 def test_maxima_are_merged_exactly_and_differences_refused(tmp_path):
@@ -130,7 +135,9 @@ def test_maxima_are_merged_exactly_and_differences_refused(tmp_path):
     torch.multiprocessing.spawn(_merging, (tmp_path,), nprocs=2)
     found = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert found[0] == found[1]
-    amax, tokens, refused = eval(found[0], {"inf": np.inf})
-    assert amax == {"layers.0/k_bmm_quantizer": [2.5, np.inf]}
-    assert tokens == {("layers.0", "k_bmm_quantizer"): 9}
+    amax, raised, tokens, refused = eval(found[0], {"inf": np.inf})
+    assert amax == {"layers.0/k_bmm_quantizer": [2.5, np.inf],
+                    "layers.1/v_bmm_quantizer": [4.0, 2.0]}  # fmt: skip
+    assert raised == {"layers.0/k_bmm_quantizer": [5, 5], "layers.1/v_bmm_quantizer": [8, 2]}
+    assert tokens == {("layers.0", "k_bmm_quantizer"): 9, ("layers.1", "v_bmm_quantizer"): 2}
     assert refused == "process 1 has other data, weights, options or versions than process 0"

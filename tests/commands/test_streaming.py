@@ -224,3 +224,24 @@ def test_streaming_on_cuda_gives_the_same_bytes_for_the_same_plan(calibrate, tmp
                                      "--streaming", "--memory-budget", budget)  # fmt: skip
         assert "Streaming" in result.err
         assert streamed == expected
+
+
+@pytest.mark.parametrize(("family", "masks"), [("llama", 0), ("gemma3", 1)])
+def test_no_square_of_the_length_is_kept_but_the_mask_of_a_window(
+    calibrate, checkpoints, monkeypatch, family, masks
+):
+    from kvq.calibration.streaming.calls import Kept
+
+    sizes = []
+    put = Kept.put
+
+    def measured(self, shape, calls):
+        if shape[1] == 40:
+            sizes.append([tensor.numel() for tensor in calls.tensors()])
+        put(self, shape, calls)
+
+    monkeypatch.setattr(Kept, "put", measured)
+    result, _ = calibrate(checkpoints(family), "--streaming")
+    assert result.code == 0
+    (kept,) = sizes
+    assert sum(size >= 40 * 40 for size in kept) == masks

@@ -45,6 +45,7 @@ class Stream:
         observer: receives their states.
         sequences: the data.
         plan: batches, as indices into `sequences`.
+        numbers: of the batches; counted from 0 by default.
 
     Raises:
         NotStreamable: the model's layers cannot be run one after the other.
@@ -53,9 +54,12 @@ class Stream:
     def __init__(
         self, hollow: HollowModel, attentions: Sequence[str], observer: Observer,
         sequences: Sequence[TokenSequence], plan: Sequence[Sequence[int]],
+        numbers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.hollow, self.observer, self.sequences = hollow, observer, sequences
-        self.runs = list(runs(plan, hollow.device))
+        numbered = list(runs(plan, hollow.device, numbers))
+        self.numbers = [number for number, _ in numbered]
+        self.runs = [run for _, run in numbered]
         self.tokens = sum(len(sequence) for sequence in sequences)
         self.watch = Watch(observer)
         with no_progress_bars():
@@ -225,6 +229,7 @@ class Stream:
         states = activations.read(batch)
         shared = self.shared.of(batch)
         self.watch.start()
+        self.observer.batch = self.numbers[batch]
         with model_errors(self.loaded, self._inputs(batch)):
             try:
                 cache = guarded_cache(self.loaded.body, self.watch)
