@@ -93,7 +93,9 @@ class Observer:
         if seen is None:
             self.raised[key] = torch.full_like(amax, self.batch, dtype=torch.int64)
         else:
-            self.raised[key] = torch.where(amax > seen, self.batch, self.raised[key])
+            seen = seen.to(amax.device)  # restored ones may be elsewhere, if a model is spread
+            raised = self.raised[key].to(amax.device)
+            self.raised[key] = torch.where(amax > seen, self.batch, raised)
             amax = torch.maximum(seen, amax)
         self.amax[key] = amax
         self.tokens[key] = self.tokens.get(key, 0) + states.shape[0] * states.shape[2]

@@ -44,10 +44,13 @@ def load_model(
     dtype: str,
     trust_remote_code: bool,
     attentions: Sequence[str] = (),
+    spread: bool = False,
 ) -> LoadedModel:
     """Load a generative language model; every tensor of it must come from the checkpoint.
 
     Of the attention modules named by `attentions`, every tensor of the checkpoint must be used.
+    With `spread`, accelerate places its modules on all devices there are; inputs go where the
+    embedding is.
 
     Raises:
         InputError: the device is not there.
@@ -64,9 +67,15 @@ def load_model(
             attn_implementation=attention_implementation(config),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **({"device_map": "auto"} if spread else {}),
         )
     check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
-    model.requires_grad_(False).to(target)
+    model.requires_grad_(False)
+    if spread:
+        place = model.get_input_embeddings().weight.device
+        target = target if place.type == "meta" else place  # accelerate moves what it offloads
+    else:
+        model.to(target)
     body, alone = _body(model)
     name = str(model.dtype).removeprefix("torch.")
     return LoadedModel(model, body, alone, target, name, implementation_of(model))

@@ -45,6 +45,9 @@ def calibrate(
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens that count as enough.")] = 256,
     batch_size: Annotated[str, typer.Option(help="Sequences per batch, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="auto: spread the model over all devices.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32.")] = "auto",
     skip_layers: Annotated[
         str | None, typer.Option(help="Layers for the engine to leave unquantized: auto, or 0,27.")
@@ -98,7 +101,8 @@ def calibrate(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
         skip_layers=skip_layers, margin=margin,
         overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
-        resume=resume, memory_budget=None if memory_budget is None else _bytes(memory_budget),
+        device_map=device_map, resume=resume,
+        memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
     first = ranks().first
     with console.Progress() if first else nullcontext() as progress:

@@ -49,6 +49,7 @@ class CalibrateOptions:
     trust_remote_code: bool = False
     streaming: bool = False  # also chosen when the weights do not fit
     memory_budget: int | None = None  # bytes of hidden states to keep in memory while streaming
+    device_map: str | None = None  # `auto`: accelerate spreads the model over all devices
     resume: bool = False  # go on with the progress of an unfinished calibration of the same
 
 
@@ -94,7 +95,7 @@ def _calibrate(
     check_target(target, overwrite=options.overwrite, inputs=[root])
     check_resumable(target, ours, resume=options.resume, overwrite=options.overwrite)
     entries = get_config(options.kv_cfg)
-    _check_options(options, entries)
+    _check_options(options, entries, ours)
     view = open_checkpoint(root)
     geometry = read_geometry(view.config, view.tensors)
     chosen = _chosen_layers(options.skip_layers, geometry)
@@ -117,7 +118,19 @@ def _calibrate(
     return calibration
 
 
-def _check_options(options: CalibrateOptions, entries: QuantConfig) -> None:
+def _check_options(options: CalibrateOptions, entries: QuantConfig, ours: "Ranks") -> None:
+    if options.device_map not in (None, "auto"):
+        raise InputError(
+            f"--device-map is `{options.device_map}`, expected `auto`", code="option.device_map"
+        )
+    alone = "--streaming" if options.streaming else "torchrun" if ours.world > 1 else None
+    alone = "--device" if options.device != "auto" else alone
+    if options.device_map and alone:
+        raise InputError(
+            f"--device-map and {alone} both say where the model goes",
+            code="option.device_map",
+            hint="leave one of them out",
+        )
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(
             f"--batch-size is {options.batch_size}, expected at least 1 or `auto`",

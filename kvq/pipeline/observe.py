@@ -1,5 +1,6 @@
 """Run the model over the data: whole in memory, or streamed layer by layer."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,10 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
     loaded = load_model(
         job.view.root, dict(job.view.config), device=str(job.device), dtype=options.dtype,
         trust_remote_code=options.trust_remote_code, attentions=job.attentions,
+        spread=options.device_map is not None,
     )  # fmt: skip
+    if options.device_map is not None:
+        run.notify(_places(loaded.model))
     modules = module_list(loaded.model, job.attentions)
     _announce(loaded, job.data, job.batch_size, run.notify)
     observer = job.observer()
@@ -103,7 +107,7 @@ def _streamed(job: Job, run: Session, progress: Progress | None) -> Outcome | No
     from kvq.calibration.memory import FULL, available_bytes, weight_bytes
     from kvq.calibration.streaming.errors import NotStreamable
 
-    if run.state is not None and run.state.mode == "memory":
+    if job.options.device_map is not None or (run.state and run.state.mode == "memory"):
         return None
     needed, there = weight_bytes(job.view, job.options.dtype), available_bytes(job.device)
     if job.device.type == "cpu":
@@ -191,6 +195,12 @@ def _budget(job: Job, stream: "Stream") -> int:
         return job.options.memory_budget
     there = available_bytes(torch.device("cpu")) // job.ranks.local_world
     return max(0, (there - 2 * stream.largest_layer_bytes) // 2)
+
+
+def _places(model: Any) -> str:
+    """Return where accelerate has put the parts of a model."""
+    counts = Counter(str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values())
+    return "Spread over " + ", ".join(f"{p} ({n} parts)" for p, n in sorted(counts.items())) + "."
 
 
 def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notify) -> None:

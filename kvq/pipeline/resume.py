@@ -131,6 +131,7 @@ def _identity(job: Job) -> dict[str, Any]:
         "layers": [asdict(layer) for layer in job.geometry.layers],
         "options": {
             "--kv-cfg": options.kv_cfg,
+            "--device-map": options.device_map,
             "--dtype": options.dtype,
             "--margin": options.margin,
             "--skip-layers": options.skip_layers,

@@ -400,3 +400,36 @@ def test_a_config_without_its_numbers_is_one_clear_error(kvq, checkpoints, rows,
     result = kvq("calibrate", tmp_path / "model", *argv)
     assert (result.code, result.json["error"]["code"]) == (2, "geometry.number")
     assert "`vocab_size`" in result.json["error"]["message"]
+
+
+def test_a_device_map_gives_the_same_statistics(calibrated):
+    _, calibration = calibrated("llama")
+    expected = statistics(calibration)
+    _, calibration = calibrated("llama", "--device-map", "auto")
+    found = statistics(calibration)
+    assert found.keys() == expected.keys()
+    if not torch.cuda.is_available():  # there, it is another device
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--device-map", "all"], ["--device-map", "auto", "--streaming"],
+     ["--device-map", "auto", "--device", "cpu"]],
+)  # fmt: skip
+def test_a_device_map_that_says_nothing_or_two_things_is_refused(
+    kvq, checkpoints, rows, tmp_path, options
+):
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq("calibrate", checkpoints("llama"), *argv, *options)
+    assert (result.code, result.json["error"]["code"]) == (2, "option.device_map")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
+def test_a_model_spread_over_two_devices_gives_the_statistics_of_one(calibrated):
+    _, calibration = calibrated("llama", "--device", "cuda", "--batch-size", 4)
+    expected = statistics(calibration)
+    _, calibration = calibrated("llama", "--device-map", "auto", "--batch-size", 4)
+    found = statistics(calibration)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
