@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.progress import damaged, sync
+from kvq.calibration.streaming.transfers import Transfers
 from kvq.errors import InputError
 
 Shape = tuple[int, ...]
@@ -49,10 +50,11 @@ class Activations:
         self._at = [0] * len(shapes)  # the copy that holds a batch
         self._saved: list[int] | None = None  # the same when it was saved last
         self._file = 0  # where a copy in memory is saved next
+        pinned = device.type == "cuda" and not in_files
+        self._transfers = Transfers(device) if pinned else None
         if in_files:
             self._open(saved)
         else:
-            pinned = device.type == "cuda"
             self._copies = [torch.empty(self._starts[-1], dtype=dtype, pin_memory=pinned)]
             if saved is not None:
                 self._load(saved)
@@ -60,9 +62,12 @@ class Activations:
     def read(self, batch: int) -> Tensor:
         """Return what the next layer reads of a batch, in memory of its own."""
         found = self._slot(self._at[batch], batch)
-        if self.device.type == "cpu":
-            return found.clone()  # some layers write into their input
-        return found.to(self.device, non_blocking=True)
+        if self._transfers is not None:
+            last = batch + 1 == len(self.shapes)
+            following = None if last else self._slot(self._at[batch + 1], batch + 1)
+            return self._transfers.read(batch, found, following)
+        # some layers write into their input
+        return found.clone() if self.device.type == "cpu" else found.to(self.device)
 
     def write(self, batch: int, states: Tensor) -> None:
         """Keep what a layer made of a batch."""
@@ -70,7 +75,11 @@ class Activations:
         assert states.dtype == self.dtype
         if self._saved is not None:
             self._at[batch] = 1 - self._saved[batch]
-        self._slot(self._at[batch], batch).copy_(states)
+        slot = self._slot(self._at[batch], batch)
+        if self._transfers is None:
+            slot.copy_(states)
+        else:
+            self._transfers.write(slot, states)
 
     def prepare(self) -> dict[str, Any]:
         """Have everything on disk, beside what was saved before; return how to find it."""
@@ -79,6 +88,8 @@ class Activations:
                 with path.open("rb") as file:
                     sync(file.fileno())
             return {"at": "".join(map(str, self._at))}
+        if self._transfers is not None:
+            self._transfers.finish()
         path, crc = self.paths[self._file], 0
         data = self._bytes()
         with path.open("wb") as file:
