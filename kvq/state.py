@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class LayerStats:
     """Observed maxima of one layer: quantizer name → amax, float32 [heads], never scales.
 
     A layer that reads another's cache has that one's K and V, and its path in `shared_from`.
+    `raised` is the number of the batch after which no head's maximum changed.
     """
 
     layer_idx: int
@@ -31,6 +32,7 @@ class LayerStats:
     amax: Mapping[str, np.ndarray]
     tokens: int
     shared_from: str | None = None
+    raised: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_mla(self) -> bool:
@@ -99,7 +101,8 @@ def write_calibration(calibration: Calibration, target: Path, *, overwrite: bool
         },
         "layers": [
             {"layer_idx": layer.layer_idx, "attention": layer.attention, "tokens": layer.tokens,
-             "shared_from": layer.shared_from, "provenance": _provenance(calibration, layer)}
+             "shared_from": layer.shared_from, "provenance": _provenance(calibration, layer),
+             "raised": layer.raised}
             for layer in calibration.layers
         ],
         "modules": [[m.path, m.class_name, m.attributes] for m in calibration.modules],
@@ -195,7 +198,7 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
             )
         layers.append(
             LayerStats(entry["layer_idx"], entry["attention"], amax, entry["tokens"],
-                       entry.get("shared_from"))
+                       entry.get("shared_from"), entry.get("raised", {}))
         )  # fmt: skip
     if not layers or not isinstance(config["kv_cfg"], str):
         raise ValueError("no layers, or `kv_cfg` is not a name")

@@ -57,7 +57,9 @@ class Observer:
     def __init__(self, layers: Sequence[LayerGeometry], *, queries: bool) -> None:
         self.layers = {layer.attention: layer for layer in layers}
         self.queries = queries
+        self.batch = 0  # the number of what is running, which only grows
         self.amax: dict[Key, Tensor] = {}
+        self.raised: dict[Key, Tensor] = {}  # int64 [heads]: the batch that first showed `amax`
         self.tokens: dict[Key, int] = {}
 
     @property
@@ -88,7 +90,14 @@ class Observer:
                 raise self._other_shape(key, states, heads, size)
             amax = merged
         seen = self.amax.get(key)
-        self.amax[key] = amax if seen is None else torch.maximum(seen, amax)
+        if seen is None:
+            self.raised[key] = torch.full_like(amax, self.batch, dtype=torch.int64)
+        else:
+            seen = seen.to(amax.device)  # restored ones may be elsewhere, if a model is spread
+            raised = self.raised[key].to(amax.device)
+            self.raised[key] = torch.where(amax > seen, self.batch, raised)
+            amax = torch.maximum(seen, amax)
+        self.amax[key] = amax
         self.tokens[key] = self.tokens.get(key, 0) + states.shape[0] * states.shape[2]
 
     def _other_shape(self, key: Key, states: Tensor, heads: int, size: int) -> CalibrationError:

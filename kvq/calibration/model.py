@@ -13,6 +13,7 @@ from kvq.calibration.modules import live_names
 from kvq.errors import (
     CheckpointError,
     InputError,
+    KvqError,
     MissingDependencyError,
     UnsupportedModelError,
     first_line,
@@ -43,29 +44,51 @@ def load_model(
     dtype: str,
     trust_remote_code: bool,
     attentions: Sequence[str] = (),
+    spread: bool = False,
 ) -> LoadedModel:
     """Load a generative language model; every tensor of it must come from the checkpoint.
 
     Of the attention modules named by `attentions`, every tensor of the checkpoint must be used.
+    With `spread`, accelerate places its modules on all devices there are; inputs go where the
+    embedding is.
 
     Raises:
         InputError: the device is not there.
         UnsupportedModelError: it needs code from the checkpoint, or transformers has no class.
         CheckpointError: tensors are missing or have another shape than the config says.
     """
-    _check_code(root, config, trust_remote_code=trust_remote_code)
-    _check_quantization(root, config)
-    target = _device(device)
-    attention = _attention_implementation(config)
+    check_code(root, config, trust_remote_code=trust_remote_code)
+    check_quantization(root, config)
+    target = find_device(device)
+    with loading(root):
+        model, info = model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
+            root,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=attention_implementation(config),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **({"device_map": "auto"} if spread else {}),
+        )
+    check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
+    model.requires_grad_(False)
+    if spread:
+        place = model.get_input_embeddings().weight.device
+        target = target if place.type == "meta" else place  # accelerate moves what it offloads
+    else:
+        model.to(target)
+    body, alone = _body(model)
+    name = str(model.dtype).removeprefix("torch.")
+    return LoadedModel(model, body, alone, target, name, implementation_of(model))
+
+
+@contextmanager
+def loading(root: Path) -> Iterator[None]:
+    """Turn what transformers raises while it builds or loads a model into kvq's errors."""
     try:
-        with _no_progress_bars():
-            model, info = _model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
-                root,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                attn_implementation=attention,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
+        with no_progress_bars():
+            yield
+    except KvqError:
+        raise
     except ImportError as error:
         raise MissingDependencyError(
             f"transformers needs another package: {first_line(error)}",
@@ -75,14 +98,9 @@ def load_model(
         raise UnsupportedModelError(
             f"transformers cannot load `{root}`: {first_line(error)}", code="model.load"
         ) from error
-    _check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
-    model.requires_grad_(False).to(target)
-    body, alone = _body(model)
-    name = str(model.dtype).removeprefix("torch.")
-    return LoadedModel(model, body, alone, target, name, _implementation(model))
 
 
-def _check_code(root: Path, config: dict[str, Any], *, trust_remote_code: bool) -> None:
+def check_code(root: Path, config: dict[str, Any], *, trust_remote_code: bool) -> None:
     """Refuse a class that transformers lacks: another one in its place is another model."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -108,7 +126,7 @@ def _check_code(root: Path, config: dict[str, Any], *, trust_remote_code: bool) 
         )
 
 
-def _check_quantization(root: Path, config: dict[str, Any]) -> None:
+def check_quantization(root: Path, config: dict[str, Any]) -> None:
     """Refuse quantized weights that transformers would take for plain numbers."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -135,7 +153,7 @@ _QUANTIZED = re.compile(
 )
 
 
-def _check_tensors(info: dict[str, Any], root: Path, attentions: Iterable[str]) -> None:
+def check_tensors(info: dict[str, Any], root: Path, attentions: Iterable[str]) -> None:
     """Refuse a model that is not the checkpoint: tensors made up, or left out where they matter."""
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
@@ -172,7 +190,7 @@ def _body(model: Any) -> tuple[Any, bool]:
     return model.base_model, False
 
 
-def _model_class(config: dict[str, Any], *, trust_remote_code: bool) -> Any:
+def model_class(config: dict[str, Any], *, trust_remote_code: bool) -> Any:
     """Return the class that the checkpoint was saved from, else the one for its model type."""
     import transformers
 
@@ -185,7 +203,8 @@ def _model_class(config: dict[str, Any], *, trust_remote_code: bool) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _implementation(model: Any) -> str:
+def implementation_of(model: Any) -> str:
+    """Return the name of the attention implementation that the text decoder runs."""
     return str(text_config_of(model)._attn_implementation)
 
 
@@ -195,7 +214,8 @@ def text_config_of(model: Any) -> Any:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars inside the block."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
@@ -207,7 +227,12 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Return the device that `--device` names.
+
+    Raises:
+        InputError: it is unknown, unsupported or not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -224,6 +249,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _attention_implementation(config: dict[str, Any]) -> str | None:
+def attention_implementation(config: dict[str, Any]) -> str | None:
+    """Return the attention implementation to ask for; None leaves the choice to transformers."""
     # transformers' sdpa drops `softcap` without a word; only eager applies it on every device
     return "eager" if text_config(config).get("attn_logit_softcapping") else None

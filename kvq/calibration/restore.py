@@ -1,6 +1,6 @@
 """Leave a model as it was found: modes of its modules, frequencies of its rotary embeddings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -27,9 +27,16 @@ def _restorer(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def rotary_restorers(model: nn.Module) -> list[Callable[[], None]]:
-    """Return one function per rotary embedding of the model that sets it back to what it is now."""
-    return [_restorer(m) for m in model.modules() if type(m).__name__.endswith(_ROTARY)]
+def rotary_restorers(
+    model: nn.Module, *, apart: Iterable[nn.Module] = ()
+) -> list[Callable[[], None]]:
+    """Return one function per rotary embedding of the model that sets it back to what it is now.
+
+    Those inside of the modules `apart` are left out.
+    """
+    left_out = {id(inner) for module in apart for inner in module.modules()}
+    rotary = (m for m in model.modules() if type(m).__name__.endswith(_ROTARY))
+    return [_restorer(module) for module in rotary if id(module) not in left_out]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence as TokenSequence
 from kvq.calibration.model import LoadedModel
 from kvq.calibration.observe import observing
+from kvq.calibration.streaming.errors import NotStreamable
 from kvq.errors import CalibrationError, KvqError, UnsupportedModelError, first_line
 from kvq.geometry import is_text_path
 
@@ -56,8 +57,14 @@ def run_batches(
     progress: Progress | None = None,
     *,
     cross: bool = False,
+    numbers: Sequence[int] | None = None,
+    start: int = 0,
+    after_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Run every batch of the plan; `plan` holds indices into `sequences` of equal lengths.
+
+    Batches have the given numbers, or are counted from 0. With `start`, that many of what `runs`
+    yields are left out, having run before; `after_batch` is called with how many have run.
 
     On the CPU the sequences of a batch run one by one, so that the maxima do not depend on the
     batch size: a matrix product of another height sums in another order there. Measured on a
@@ -65,44 +72,62 @@ def run_batches(
     of 60 maxima, in 0.88 of the time at 512 tokens a sequence and 0.31 at 32.
     """
     total = sum(len(sequence) for sequence in sequences)
-    done, start = 0, time.perf_counter()
+    done, began = 0, time.perf_counter()
     with observing(loaded.body, modules, observer, cross=cross) as run:
-        for batch in _runs(plan, loaded.device):
-            inputs = _inputs([sequences[i] for i in batch])
-            try:
-                run({name: ids.to(loaded.device) for name, ids in inputs.items()})
-            except torch.OutOfMemoryError as error:
-                raise CalibrationError(
-                    f"out of memory on {loaded.device} with {len(batch)} sequences in a batch",
-                    code="calibrate.memory",
-                    hint="lower --batch-size or --seq-len",
-                ) from error
-            except KvqError:
-                raise
-            except Exception as error:  # model code raises anything
-                shapes = {name: list(ids.shape) for name, ids in inputs.items()}
-                raise UnsupportedModelError(
-                    f"`{type(loaded.model).__name__}` fails on token ids {shapes}: "
-                    f"{type(error).__name__}: {first_line(error)}",
-                    code="model.forward",
-                    hint="if it needs images or sound, the Python API takes any inputs",
-                ) from error
+        for count, (number, batch) in enumerate(runs(plan, loaded.device, numbers)):
+            if count < start:
+                done += sum(len(sequences[i]) for i in batch)
+                continue
+            inputs = batch_inputs([sequences[i] for i in batch], loaded.device)
+            observer.batch = number
+            with model_errors(loaded, inputs):
+                run(inputs)
             done += sum(ids.numel() for ids in inputs.values())
             if progress is not None:
-                progress(done, total, time.perf_counter() - start)
+                progress(done, total, time.perf_counter() - began)
+            after_batch(count + 1)
 
 
-def _inputs(batch: Sequence[TokenSequence]) -> dict[str, torch.Tensor]:
+@contextmanager
+def model_errors(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Turn what a model raises while it runs into kvq's errors."""
+    shapes = {name: list(ids.shape) for name, ids in inputs.items()}
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"out of memory on {loaded.device} with {len(next(iter(inputs.values())))} sequences "
+            "in a batch",
+            code="calibrate.memory",
+            hint="lower --batch-size or --seq-len",
+        ) from error
+    except (KvqError, NotStreamable):
+        raise
+    except Exception as error:  # model code raises anything
+        raise UnsupportedModelError(
+            f"`{type(loaded.model).__name__}` fails on token ids {shapes}: "
+            f"{type(error).__name__}: {first_line(error)}",
+            code="model.forward",
+            hint="if it needs images or sound, the Python API takes any inputs",
+        ) from error
+
+
+def batch_inputs(batch: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for sequences of equal length, on the device."""
     inputs = {"input_ids": torch.from_numpy(np.stack([one.token_ids for one in batch]))}
     decoder = [one.decoder_ids for one in batch if one.decoder_ids is not None]
     if decoder:
         inputs["decoder_input_ids"] = torch.from_numpy(np.stack(decoder))
-    return inputs
+    return {name: ids.to(device) for name, ids in inputs.items()}
 
 
-def _runs(plan: Sequence[Sequence[int]], device: torch.device) -> Iterator[Sequence[int]]:
-    for batch in plan:
-        yield from ([i] for i in batch) if device.type == "cpu" else [batch]
+def runs(
+    plan: Sequence[Sequence[int]], device: torch.device, numbers: Sequence[int] | None = None
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield each batch's number and what runs at once of it: all, or one after the other."""
+    for number, batch in zip(numbers or range(len(plan)), plan, strict=True):
+        for part in ([i] for i in batch) if device.type == "cpu" else [batch]:
+            yield number, part
 
 
 def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate:
@@ -115,7 +140,9 @@ def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate
     ]
     shapes = Counter(tuple(linear.weight.shape) for linear in linears)
     one_of = {tuple(linear.weight.shape): linear for linear in linears}
-    seconds = sum(_seconds(one_of[shape], batch_tokens) * n for shape, n in shapes.items())
+    seconds = sum(
+        _seconds(one_of[shape], batch_tokens, loaded.device) * n for shape, n in shapes.items()
+    )
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     widest = max((sum(shape) for shape in shapes), default=0)
     item = next(loaded.body.parameters()).element_size()
@@ -123,12 +150,14 @@ def estimate(loaded: LoadedModel, *, tokens: int, batch_tokens: int) -> Estimate
 
 
 @torch.inference_mode()
-def _seconds(linear: nn.Linear, tokens: int) -> float:
+def _seconds(linear: nn.Linear, tokens: int, device: torch.device) -> float:
     weight = linear.weight
-    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=weight.device)
+    if weight.device.type == "meta":
+        weight = torch.zeros(weight.shape, dtype=weight.dtype, device=device)
+    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=device)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        linear(states)[0, 0].item()  # waits for the device
+        nn.functional.linear(states, weight)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - start)
     return best

@@ -1,5 +1,7 @@
 """`kvq calibrate`."""
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,8 @@ Examples:
   kvq calibrate ./model -o calibration
 
   kvq calibrate ./model --kv-cfg NVFP4_KV_CFG --dataset data.jsonl -o calibration
+
+  torchrun --nproc-per-node 2 -m kvq calibrate ./model -o calibration
 """
 
 
@@ -41,6 +45,9 @@ def calibrate(
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens that count as enough.")] = 256,
     batch_size: Annotated[str, typer.Option(help="Sequences per batch, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="auto: spread the model over all devices.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32.")] = "auto",
     skip_layers: Annotated[
         str | None, typer.Option(help="Layers for the engine to leave unquantized: auto, or 0,27.")
@@ -49,6 +56,16 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Choice of builtin documents.")] = 0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code from the checkpoint.")
+    ] = False,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Load one layer at a time, as when all do not fit.")
+    ] = False,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(help="Hidden states kept in memory while streaming, e.g. 8GiB; else files."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an unfinished calibration of the same.")
     ] = False,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -61,9 +78,11 @@ def calibrate(
         )
     try:
         from kvq.calibration.data import DataOptions
+        from kvq.calibration.distributed import ranks
         from kvq.outliers import skip_flag
         from kvq.pipeline.calibrate import CalibrateOptions
         from kvq.pipeline.calibrate import calibrate as run
+        from kvq.pipeline.convergence import convergence
         from kvq.pipeline.inspect import inspect_calibration
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
@@ -81,16 +100,23 @@ def calibrate(
     options = CalibrateOptions(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
         skip_layers=skip_layers, margin=margin,
-        overwrite=overwrite, trust_remote_code=trust_remote_code,
+        overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
+        device_map=device_map, resume=resume,
+        memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
-    with console.Progress() as progress:
+    first = ranks().first
+    with console.Progress() if first else nullcontext() as progress:
         calibration = run(model, Path(out), options, notify=console.note, progress=progress)
+    if not first:
+        return
     shown = inspect_calibration(calibration)
     if json:
         console.document({**shown.to_json(), "command": "calibrate", "out": str(out)})
         return
     console.answer(shown.tree)
     console.layer_table(shown.rows)
+    if (reached := convergence(calibration)) is not None:
+        console.answer(reached)
     console.answer(f"{shown.summary}\nwrote {out}")
     if calibration.skip_layers:
         console.answer(f"serve it with: vllm serve ... {skip_flag(calibration.skip_layers)}")
@@ -105,3 +131,16 @@ def _batch_size(text: str) -> int | None:
         raise InputError(
             f"--batch-size is `{text}`, expected a number or `auto`", code="option.batch_size"
         ) from None
+
+
+_UNITS = {"k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", text.strip().lower())
+    if match is None:
+        raise InputError(
+            f"--memory-budget is `{text}`, expected a size such as 8GiB or 500M",
+            code="option.memory_budget",
+        )
+    return int(float(match[1]) * (1 << _UNITS[match[2]] if match[2] else 1))

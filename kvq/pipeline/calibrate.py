@@ -1,19 +1,12 @@
 """Calibrate: checkpoint and data in, statistics out."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvq.calibration.batches import describe_plan, plan_batches
 from kvq.calibration.data import CalibrationData, DataOptions, load
-from kvq.checkpoint import (
-    SINGLE_NAME,
-    CheckpointView,
-    config_digest,
-    open_checkpoint,
-    weight_fingerprint,
-)
+from kvq.checkpoint import SINGLE_NAME, CheckpointView, open_checkpoint
 from kvq.configs import QuantConfig, get_config, resolve
 from kvq.errors import CheckpointError, InputError, first_line
 from kvq.files import check_target, read_json
@@ -26,15 +19,19 @@ from kvq.geometry import (
     with_defaults,
 )
 from kvq.outliers import advice, outlier_layers, without_layers
+from kvq.pipeline.job import Job, Notify, Progress
 from kvq.pipeline.locate import locate
-from kvq.pipeline.record import layer_statistics, model_identity, versions
+from kvq.pipeline.observe import observe
+from kvq.pipeline.resume import check_resumable, session
 from kvq.quantizers import QUERY
 from kvq.state import Calibration, write_calibration
 
+if TYPE_CHECKING:
+    import torch
+
+    from kvq.calibration.distributed import Ranks
+
 LARGEST_MARGIN = 16.0
-AUTO_BATCH_TOKENS = {"cuda": 16384}  # elsewhere sequences run one by one
-Notify = Callable[[str], None]
-Progress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,10 @@ class CalibrateOptions:
     margin: float = 1.0
     overwrite: bool = False
     trust_remote_code: bool = False
+    streaming: bool = False  # also chosen when the weights do not fit
+    memory_budget: int | None = None  # bytes of hidden states to keep in memory while streaming
+    device_map: str | None = None  # `auto`: accelerate spreads the model over all devices
+    resume: bool = False  # go on with the progress of an unfinished calibration of the same
 
 
 def calibrate(
@@ -57,6 +58,9 @@ def calibrate(
     notify: Notify = lambda text: None, progress: Progress | None = None,
 ) -> Calibration:  # fmt: skip
     """Observe a model's keys and values on data and write the calibration folder.
+
+    Under torchrun, each process runs a part of the batches, all return the whole result, and the
+    first one writes it.
 
     Args:
         model: a checkpoint folder or a hub id.
@@ -68,9 +72,65 @@ def calibrate(
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
+    from kvq.calibration.distributed import connected, named_errors, ranks
+    from kvq.calibration.model import find_device
+
+    ours = ranks()
+    device = find_device(ours.device(options.device))
+    if not ours.first:
+        notify, progress = _silent, None
+    with named_errors(ours), connected(ours, device):
+        return _calibrate(model, target, options, device, ours, notify, progress)
+
+
+def _silent(text: str) -> None:
+    """Say nothing: the first process speaks for all."""
+
+
+def _calibrate(
+    model: str, target: Path, options: CalibrateOptions, device: "torch.device", ours: "Ranks",
+    notify: Notify, progress: Progress | None,
+) -> Calibration:  # fmt: skip
     root = locate(model)
     check_target(target, overwrite=options.overwrite, inputs=[root])
+    check_resumable(target, ours, resume=options.resume, overwrite=options.overwrite)
     entries = get_config(options.kv_cfg)
+    _check_options(options, entries, ours)
+    view = open_checkpoint(root)
+    geometry = read_geometry(view.config, view.tensors)
+    chosen = _chosen_layers(options.skip_layers, geometry)
+    check_observable(view, geometry)
+    check_queries(geometry, entries, options.kv_cfg)
+    for notice in _geometry_notices(view, geometry):
+        notify(notice)
+    data = _load_data(root, view, geometry, options)
+    for notice in data.notices:
+        notify(notice)
+    quantizers = resolve(entries, [
+        f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers
+    ])  # fmt: skip
+    job = Job(view, geometry, data, quantizers, options, target, device, ours)
+    with session(job, notify) as run:
+        calibration = observe(job, run, progress)
+        calibration = _skipping(calibration, chosen, options, notify)
+        if ours.first:
+            write_calibration(calibration, target, overwrite=options.overwrite)
+    return calibration
+
+
+def _check_options(options: CalibrateOptions, entries: QuantConfig, ours: "Ranks") -> None:
+    if options.device_map not in (None, "auto"):
+        raise InputError(
+            f"--device-map is `{options.device_map}`, expected `auto`", code="option.device_map"
+        )
+    alone = "--streaming" if options.streaming else "torchrun" if ours.world > 1 else None
+    alone = "--device" if options.device != "auto" else alone
+    if options.device_map and alone:
+        raise InputError(
+            f"--device-map and {alone} both say where the model goes",
+            code="option.device_map",
+            hint="leave one of them out",
+        )
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(
             f"--batch-size is {options.batch_size}, expected at least 1 or `auto`",
@@ -88,17 +148,12 @@ def calibrate(
             code="option.margin",
             hint="leave --margin out, or use FP8_KV_CFG",
         )
-    view = open_checkpoint(root)
-    geometry = read_geometry(view.config, view.tensors)
-    chosen = _chosen_layers(options.skip_layers, geometry)
-    check_observable(view, geometry)
-    check_queries(geometry, entries, options.kv_cfg)
-    for notice in _geometry_notices(view, geometry):
-        notify(notice)
-    data = _load_data(root, view, geometry, options)
-    for notice in data.notices:
-        notify(notice)
-    calibration = _observe(root, view, geometry, data, entries, options, notify, progress)
+
+
+def _skipping(
+    calibration: Calibration, chosen: tuple[int, ...], options: CalibrateOptions, notify: Notify
+) -> Calibration:
+    """Return the calibration with the layers marked that an engine is to leave unquantized."""
     outliers = outlier_layers(calibration)
     if options.skip_layers == "auto":
         chosen = tuple(outliers)
@@ -108,7 +163,6 @@ def calibrate(
     if set(calibration.skip_layers) > set(chosen):
         listed = ", ".join(str(layer) for layer in calibration.skip_layers)
         notify(f"Layers of one cache are skipped together: {listed}.")
-    write_calibration(calibration, target, overwrite=options.overwrite)
     return calibration
 
 
@@ -226,73 +280,4 @@ def _decoder_start(view: CheckpointView, text: Mapping[str, Any]) -> int:
         "config.json names no `decoder_start_token_id`, with which a decoder begins",
         code="model.decoder_start",
         hint="add it to config.json, as in the model's generation_config.json",
-    )
-
-
-def _observe(
-    root: Path, view: CheckpointView, geometry: Geometry, data: CalibrationData,
-    entries: QuantConfig, options: CalibrateOptions, notify: Notify, progress: Progress | None,
-) -> Calibration:  # fmt: skip
-    from kvq.calibration.amax import Observer
-    from kvq.calibration.model import load_model
-    from kvq.calibration.modules import attention_modules, module_list
-    from kvq.calibration.run import fixed_threads, run_batches
-
-    names = [f"{layer.attention}.{q}" for layer in geometry.layers for q in layer.quantizers]
-    quantizers = resolve(entries, names)
-    queries = any(config and name.endswith(QUERY) for name, config in quantizers.items())
-    paths = [layer.attention for layer in geometry.layers]
-    with fixed_threads() as threads:
-        loaded = load_model(
-            root, dict(view.config), device=options.device, dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code, attentions=paths,
-        )  # fmt: skip
-        modules = module_list(loaded.model, paths)
-        batch_size = options.batch_size or _batch_size(loaded.device.type, data)
-        _announce(loaded, data, batch_size, notify)
-        observer = Observer(geometry.layers, queries=queries)
-        plan = plan_batches(data.sequences, batch_size)
-        attentions = attention_modules(loaded.body, paths)
-        run_batches(loaded, attentions, observer, data.sequences, plan, progress,
-                    cross=geometry.is_encoder_decoder)  # fmt: skip
-        results = observer.results()
-    return Calibration(
-        kv_cfg=options.kv_cfg,
-        layers=layer_statistics(geometry.layers, results, observer.tokens),
-        quantizers=quantizers,
-        modules=modules,
-        model={
-            **model_identity(geometry, attentions),
-            "config_digest": config_digest(view.config),
-            "weight_fingerprint": weight_fingerprint(view),
-        },
-        data=data.identity,
-        margin=options.margin,
-        run={
-            "observer": "amax",
-            "batch_plan": describe_plan(data.sequences, batch_size),
-            "device": loaded.device.type,
-            "dtype": loaded.dtype,
-            "attention": loaded.attention,
-            "threads": threads,
-            "versions": versions(),
-        },
-    )
-
-
-def _batch_size(device: str, data: CalibrationData) -> int:
-    longest = max(len(sequence) for sequence in data.sequences)
-    return max(1, AUTO_BATCH_TOKENS.get(device, 0) // longest)
-
-
-def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notify) -> None:
-    from kvq.calibration.run import estimate
-
-    if loaded.text_alone:
-        notify("The whole model needs more than tokens: its text decoder is run alone.")
-    lengths = [len(sequence) for sequence in data.sequences]
-    guess = estimate(loaded, tokens=sum(lengths), batch_tokens=batch_size * max(lengths))
-    notify(
-        f"{len(lengths)} sequences, {sum(lengths)} tokens, batches of {batch_size} on "
-        f"{loaded.device}, at least {guess.memory_bytes / 2**30:.1f} GiB and {guess.seconds:.0f} s"
     )

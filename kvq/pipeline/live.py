@@ -78,14 +78,14 @@ def calibrate(
     observer = Observer(geometry.layers, queries=queries)
     tally = _Tally()
     with observing(model, attentions, observer, cross=geometry.is_encoder_decoder) as run:
-        for batch in tally.count(batches):
+        for observer.batch, batch in enumerate(tally.count(batches)):
             run(batch)
     data = tally.identity()
     results = observer.results()
     config = _config(model) if view is None else view.config
     return Calibration(
         kv_cfg=kv_cfg,
-        layers=layer_statistics(geometry.layers, results, observer.tokens),
+        layers=layer_statistics(geometry.layers, results, observer),
         quantizers=quantizers,
         modules=module_list(model, paths),
         model={

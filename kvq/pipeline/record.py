@@ -15,19 +15,22 @@ Key = tuple[str, str]  # attention path, quantizer
 
 
 def layer_statistics(
-    layers: Sequence[LayerGeometry], results: Mapping[Key, Any], tokens: Mapping[Key, int]
+    layers: Sequence[LayerGeometry], results: Mapping[Key, Any], observer: Any
 ) -> tuple[LayerStats, ...]:
     """Return each layer's maxima; a layer that reads another's cache has that one's."""
     found = []
     for layer in layers:
         source = layer.shared_from or layer.attention
-        amax = {}
+        amax, raised = {}, {}
         for quantizer in layer.quantizers:
             key = (layer.attention if quantizer == QUERY else source, quantizer)
             if key in results:
                 amax[quantizer] = np.asarray(results[key].numpy(), np.float32)
-        seen = tokens[source, layer.cached[0][0]]
-        found.append(LayerStats(layer.layer_idx, layer.attention, amax, seen, layer.shared_from))
+                raised[quantizer] = int(observer.raised[key].max())
+        seen = observer.tokens[source, layer.cached[0][0]]
+        found.append(
+            LayerStats(layer.layer_idx, layer.attention, amax, seen, layer.shared_from, raised)
+        )
     return tuple(found)
 
 

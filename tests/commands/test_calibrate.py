@@ -72,6 +72,37 @@ def test_tokens_are_counted_per_layer(calibrated):
     assert [layer["tokens"] for layer in config["layers"]] == [8 * (5 + 17 + 40)] * 2
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_each_layer_shows_in_which_batch_its_maxima_were_reached(
+    kvq, checkpoints, rows, tmp_path, batch_size
+):
+    from kvq.calibration.batches import Sequence, plan_batches
+
+    argv = ["--dataset", rows, "--seq-len", 64, "--num-samples", 9, "--batch-size", batch_size,
+            "--min-tokens", 1]  # fmt: skip
+    result = kvq("calibrate", checkpoints("llama"), *argv, "-o", tmp_path / "c")
+    given = read_rows(rows)[:9]
+    alone = [record(checkpoints("llama"), [row], torch.bfloat16, "sdpa") for row in given]
+    plan = plan_batches([Sequence(np.array(row)) for row in given], batch_size)
+    by_batch = [
+        {key: np.max([alone[i][key] for i in batch], axis=0) for key in alone[0]} for batch in plan
+    ]
+    layers = json.loads((tmp_path / "c" / "config.json").read_text())["layers"]
+    last = []
+    for layer in layers:
+        for side in "kv":
+            shown = np.stack([one[layer["layer_idx"], side] for one in by_batch])
+            expected = int(shown.argmax(0).max())  # of equal ones, the first
+            assert layer["raised"][f"{side}_bmm_quantizer"] == expected
+            last.append(expected)
+    early = sum(number < len(plan) / 2 for number in last)
+    assert (
+        f"convergence: {early} of 4 maxima were reached in the first half of the {len(plan)} "
+        "batches, the last one (layer " in result.out
+    )
+    assert f") in batch {max(last) + 1}\n" in result.out
+
+
 def test_the_tree_and_the_table_are_printed_at_the_end(kvq, checkpoints, rows, tmp_path):
     result = kvq(
         "calibrate", checkpoints("llama"), "--dataset", rows, "--seq-len", 64,
@@ -369,3 +400,36 @@ def test_a_config_without_its_numbers_is_one_clear_error(kvq, checkpoints, rows,
     result = kvq("calibrate", tmp_path / "model", *argv)
     assert (result.code, result.json["error"]["code"]) == (2, "geometry.number")
     assert "`vocab_size`" in result.json["error"]["message"]
+
+
+def test_a_device_map_gives_the_same_statistics(calibrated):
+    _, calibration = calibrated("llama")
+    expected = statistics(calibration)
+    _, calibration = calibrated("llama", "--device-map", "auto")
+    found = statistics(calibration)
+    assert found.keys() == expected.keys()
+    if not torch.cuda.is_available():  # there, it is another device
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--device-map", "all"], ["--device-map", "auto", "--streaming"],
+     ["--device-map", "auto", "--device", "cpu"]],
+)  # fmt: skip
+def test_a_device_map_that_says_nothing_or_two_things_is_refused(
+    kvq, checkpoints, rows, tmp_path, options
+):
+    argv = ["--dataset", rows, "--seq-len", 64, "-o", tmp_path / "c", "--json"]
+    result = kvq("calibrate", checkpoints("llama"), *argv, *options)
+    assert (result.code, result.json["error"]["code"]) == (2, "option.device_map")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
+def test_a_model_spread_over_two_devices_gives_the_statistics_of_one(calibrated):
+    _, calibration = calibrated("llama", "--device", "cuda", "--batch-size", 4)
+    expected = statistics(calibration)
+    _, calibration = calibrated("llama", "--device-map", "auto", "--batch-size", 4)
+    found = statistics(calibration)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,152 @@
+"""Several processes on one calibration: each runs whole batches of the plan, maxima are merged.
+
+They are started by torchrun, which also ends all of them when one fails.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from kvq.calibration.amax import Observer
+from kvq.errors import InputError, KvqError
+from kvq.quantizers import QUERY
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of one calibration; alone by default."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0  # the rank among those of this machine
+    local_world: int = 1  # how many there are on this machine
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.rank == 0
+
+    def own(self, plan: Sequence[T]) -> Sequence[T]:
+        """Return the batches of the plan that this process runs.
+
+        Raises:
+            InputError: there are not enough for all processes.
+        """
+        if len(plan) < self.world:
+            raise InputError(
+                f"{self.world} processes share {len(plan)} batches: some would have nothing to do",
+                code="ranks.too_many",
+                hint="start fewer processes, or lower --batch-size",
+            )
+        return plan[self.rank :: self.world]
+
+    def device(self, name: str) -> str:
+        """Return the device of this process where `name` leaves the choice."""
+        if self.world > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+            return f"cuda:{self.local}"
+        return name
+
+
+def ranks() -> Ranks:
+    """Return what torchrun says about this process, in the variables that it sets."""
+    try:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        found = Ranks() if world == 1 else Ranks(
+            int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+        )  # fmt: skip
+    except (ValueError, KeyError):
+        found = Ranks(-1)
+    if not 0 <= found.rank < found.world:
+        raise InputError(
+            "WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE are not those that torchrun sets",
+            code="ranks.environment",
+            hint="start kvq by `torchrun --nproc-per-node N -m kvq calibrate …`, or unset them",
+        )
+    return found
+
+
+@contextmanager
+def connected(ours: Ranks, device: torch.device) -> Iterator[None]:
+    """Connect the processes inside the block: by nccl on CUDA, by gloo elsewhere."""
+    if ours.world == 1:
+        yield
+        return
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the processes cannot reach each other: {error}",
+            code="ranks.unreachable",
+            hint="start kvq by `torchrun --nproc-per-node N -m kvq calibrate …`",
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_same(ours: Ranks, what: Any) -> None:
+    """Make sure that all processes calibrate the same.
+
+    Raises:
+        InputError: they do not; on every process.
+    """
+    if ours.world == 1:
+        return
+    found: list[Any] = [None] * ours.world
+    dist.all_gather_object(found, what, group=dist.new_group(backend="gloo"))
+    others = [rank for rank, other in enumerate(found) if other != found[0]]
+    if others:
+        raise InputError(
+            f"process {others[0]} has other data, weights, options or versions than process 0",
+            code="ranks.differ",
+            hint="give all of them the same files and the same command",
+        )
+
+
+def merge(ours: Ranks, observer: Observer, device: torch.device) -> None:
+    """Give every process the maxima and token counts of all; exact, and in any order.
+
+    Of batches that show the same maximum, the one with the lowest number counts.
+
+    NaN counts as infinity, which is refused alike.
+    """
+    if ours.world == 1:
+        return
+    for key in observer.expected:
+        layer = observer.layers[key[0]]
+        heads = layer.num_attention_heads if key[1] == QUERY else layer.num_key_value_heads
+        seen = observer.amax.get(key)
+        amax = torch.zeros(heads, device=device) if seen is None else seen.nan_to_num(nan=torch.inf)
+        tokens = torch.tensor(observer.tokens.get(key, 0), device=device)
+        mine = amax.clone()
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        dist.all_reduce(tokens)
+        raised = torch.full((heads,), torch.iinfo(torch.int64).max, device=device)
+        if seen is not None:
+            raised = torch.where(mine == amax, observer.raised[key], raised)
+        dist.all_reduce(raised, dist.ReduceOp.MIN)
+        if int(tokens):
+            observer.amax[key], observer.tokens[key] = amax, int(tokens)
+            observer.raised[key] = raised
+
+
+@contextmanager
+def named_errors(ours: Ranks) -> Iterator[None]:
+    """Say in an error which process it comes from, when there are several."""
+    try:
+        yield
+    except KvqError as error:
+        if ours.world > 1:
+            error.args = (f"process {ours.rank}: {error}", *error.args[1:])
+        raise

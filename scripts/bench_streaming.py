@@ -1,0 +1,241 @@
+"""Time and memory of a streamed calibration beside a whole one.
+
+Usage: python scripts/bench_streaming.py [--layers 16] [--hidden 1024] [--experts 0] [--runs 5]
+                                         [--sequences 8] [--seq-len 256] [--device cpu]
+       python scripts/bench_streaming.py --growth     # memory at 64, 512 and 4096 sequences
+
+A checkpoint of random bfloat16 weights is made in a temporary folder. Each run is a process of its
+own, the sides alternating, the checkpoint dropped from the page cache before each:
+
+  read      the layers' bytes, in order, with nothing else to do
+  compute   the whole model in memory: its forward passes alone, after a first one
+  streamed  all that streaming does from the first weight on: reading and forward passes
+
+Correctness comes first: streamed and whole maxima must be the same bytes. Memory is the largest
+anonymous memory of the process (and CUDA's own count), less what it had before the model was built.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+def make(folder: Path, args: argparse.Namespace) -> None:
+    import torch
+    import transformers
+
+    sizes = {
+        "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden,
+        "num_hidden_layers": args.layers, "num_attention_heads": max(1, args.hidden // 64),
+        "num_key_value_heads": max(1, args.hidden // 256), "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    if args.experts:
+        sizes |= {"num_local_experts": args.experts, "intermediate_size": args.hidden}
+    name = "MixtralConfig" if args.experts else "LlamaConfig"
+    config = getattr(transformers, name)(**sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1GB")
+
+
+def drop_from_cache(folder: Path) -> None:
+    os.sync()
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+class Peak(threading.Thread):
+    """Watches the anonymous memory of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.most = self.now()
+        self.start()
+
+    @staticmethod
+    def now() -> int:
+        """Return the anonymous memory of this process in bytes."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+    def run(self) -> None:
+        """Keep the largest."""
+        while True:
+            self.most = max(self.most, self.now())
+            time.sleep(0.002)
+
+
+def setup(args: argparse.Namespace):
+    import numpy as np
+    import torch
+
+    from kvq.calibration.amax import Observer
+    from kvq.calibration.batches import Sequence, plan_batches
+    from kvq.checkpoint import open_checkpoint
+    from kvq.geometry import read_geometry
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    view = open_checkpoint(args.model)
+    generator = np.random.default_rng(0)
+    sequences = [Sequence(generator.integers(0, 32000 if not args.growth else 128, args.seq_len))
+                 for _ in range(args.sequences)]  # fmt: skip
+    layers = read_geometry(view.config, view.tensors).layers
+    paths = [layer.attention for layer in layers]
+    observer = Observer(layers, queries=False)
+    return view, sequences, plan_batches(sequences, args.batch_size), paths, observer
+
+
+def digest(observer) -> str:
+    import hashlib
+
+    values = b"".join(amax.numpy().tobytes() for _, amax in sorted(observer.results().items()))
+    return hashlib.sha256(values).hexdigest()
+
+
+def streamed(args: argparse.Namespace) -> dict:
+    from kvq.calibration.streaming.hollow import load_hollow
+    from kvq.calibration.streaming.loop import Position, Stream
+
+    view, sequences, plan, paths, observer = setup(args)
+    peak = Peak()
+    hollow = load_hollow(
+        view, device=args.device, dtype="auto", attentions=paths, trust_remote_code=False
+    )
+    stream = Stream(hollow, paths, observer, sequences, plan)
+    in_files = stream.activation_bytes > args.budget
+    activations = stream.activations(Path(args.work), in_files=in_files)
+    start = time.perf_counter()
+    stream.run(activations, Position())
+    found = digest(observer)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "memory": peak.most - peak.before, "digest": found,
+            "layer": stream.largest_layer_bytes, "in_files": in_files,
+            "activations": stream.activation_bytes, "cuda": cuda_peak(args)}  # fmt: skip
+
+
+def compute(args: argparse.Namespace) -> dict:
+    from kvq.calibration.model import load_model
+    from kvq.calibration.modules import attention_modules
+    from kvq.calibration.run import run_batches
+
+    view, sequences, plan, paths, observer = setup(args)
+    peak = Peak()
+    loaded = load_model(
+        args.model, dict(view.config), device=args.device, dtype="auto", trust_remote_code=False
+    )
+    modules = attention_modules(loaded.body, paths)
+    run_batches(loaded, modules, type(observer)(list(observer.layers.values()), queries=False),
+                sequences, plan[:1])  # fmt: skip
+    start = time.perf_counter()
+    run_batches(loaded, modules, observer, sequences, plan)
+    found = digest(observer)
+    return {"seconds": time.perf_counter() - start, "memory": peak.most - peak.before,
+            "digest": found, "cuda": cuda_peak(args)}  # fmt: skip
+
+
+def read(args: argparse.Namespace) -> dict:
+    import torch
+
+    from kvq.calibration.streaming.stored import Reader
+    from kvq.checkpoint import open_checkpoint
+
+    view = open_checkpoint(args.model)
+    reader = Reader(torch.device("cpu"))
+    start = time.perf_counter()
+    for name in sorted(view.tensors):
+        if ".layers." in name:
+            reader(view.tensors[name])
+    return {"seconds": time.perf_counter() - start}
+
+
+def cuda_peak(args: argparse.Namespace) -> int:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else 0
+
+
+def side(name: str, folder: Path, args: argparse.Namespace, **changes: object) -> dict:
+    drop_from_cache(folder)
+    options = {**vars(args), **changes, "side": name, "model": str(folder)}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        options["work"] = work
+        command = [sys.executable, __file__, "--as-json", json.dumps(options)]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def compare(folder: Path, args: argparse.Namespace) -> None:
+    ratios = []
+    for run in range(args.runs):
+        names = ["read", "compute", "streamed"]
+        found = {name: side(name, folder, args) for name in (names if run % 2 else names[::-1])}
+        if found["compute"]["digest"] != found["streamed"]["digest"] and args.device == "cpu":
+            sys.exit("streamed maxima differ from whole ones; not timing")
+        seconds = {name: found[name]["seconds"] for name in names}
+        ratios.append(seconds["streamed"] / max(seconds["read"], seconds["compute"]))
+        one = found["streamed"]
+        bound = 2 * one["layer"] + (0 if one["in_files"] else one["activations"])
+        print(
+            f"read {seconds['read']:.2f} s, compute {seconds['compute']:.2f} s, streamed "
+            f"{seconds['streamed']:.2f} s: {ratios[-1]:.2f} x the larger; memory "
+            f"{one['memory'] / MIB:.0f} MiB (two layers and activations {bound / MIB:.0f} MiB), "
+            f"whole model {found['compute']['memory'] / MIB:.0f} MiB"
+            + (f", CUDA {one['cuda'] / MIB:.0f} MiB" if one["cuda"] else ""),
+            flush=True,
+        )
+    print(f"time: median {statistics.median(ratios):.2f} x, {min(ratios):.2f} to "
+          f"{max(ratios):.2f}, {len(ratios)} runs")  # fmt: skip
+
+
+def growth(folder: Path, args: argparse.Namespace) -> None:
+    for count in (64, 512, 4096):
+        for budget in (args.budget, 1 << 40):
+            one = side("streamed", folder, args, sequences=count, budget=budget)
+            place = "files" if one["in_files"] else "memory"
+            print(
+                f"{count} sequences, hidden states of {one['activations'] / MIB:.1f} MiB in "
+                f"{place}: {one['memory'] / MIB:.1f} MiB", flush=True,
+            )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=MIB)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--as-json")
+    args = parser.parse_args()
+    if args.as_json:
+        args = argparse.Namespace(**json.loads(args.as_json))
+        args.model = Path(args.model)
+        sides = {"read": read, "compute": compute, "streamed": streamed}
+        print(json.dumps(sides[args.side](args)))
+        return
+    if args.growth:
+        args.hidden, args.layers, args.seq_len = 64, 2, 64
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "model"
+        make(checkpoint, args)
+        (growth if args.growth else compare)(checkpoint, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""torchrun -m kvq calibrate: several processes, the bytes of one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvq.calibration.amax import Observer
+from kvq.calibration.distributed import Ranks, named_errors
+from kvq.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*argv, program=("-m", "kvq"), processes=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               processes, *program, *argv]  # fmt: skip
+    return subprocess.run(
+        [str(part) for part in command], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+    )  # fmt: skip
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def argv(checkpoints, rows):
+    return ["calibrate", checkpoints("llama"), "--dataset", rows, "--seq-len", 64]
+
+
+def test_two_processes_give_the_bytes_of_one_and_the_first_alone_speaks(kvq, argv, tmp_path):
+    assert kvq(*argv, "-o", tmp_path / "one").code == 0
+    result = torchrun(*argv, "-o", tmp_path / "two", "--streaming")
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert result.stdout.count("wrote ") == 1
+    assert result.stdout.count("LlamaForCausalLM(") == 1
+    assert result.stderr.count("Streaming, one decoder layer") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_a_process_that_fails_stops_all_with_its_message(argv, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from kvq.cli import run\n"
+        "from kvq.errors import CheckpointError\n"
+        "import kvq.calibration.run as running\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def batch_inputs(*_): raise CheckpointError('the disk is gone', code='test')\n"
+        "    running.batch_inputs = batch_inputs\n"
+        "sys.exit(run(sys.argv[1:]))\n"
+    )
+    result = torchrun(*argv, "-o", tmp_path / "c", program=[program])
+    assert result.returncode != 0
+    assert "error: process 1: the disk is gone" in result.stderr
+    assert "wrote" not in result.stdout
+    assert not (tmp_path / "c").exists()
+
+
+def test_batches_are_handed_out_whole_and_all(argv):
+    plan = [(0, 1), (2, 3), (4,), (5,), (6,)]
+    parts = [Ranks(rank, 3).own(plan) for rank in range(3)]
+    assert sorted(batch for part in parts for batch in part) == plan
+    assert Ranks().own(plan) == plan
+    with pytest.raises(InputError, match="6 processes share 5 batches"):
+        Ranks(0, 6).own(plan)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two"},
+                  {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}]
+)  # fmt: skip
+def test_an_environment_that_torchrun_did_not_make_is_refused(
+    kvq, argv, tmp_path, monkeypatch, variables
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = kvq(*argv, "-o", tmp_path / "c", "--json")
+    assert (result.code, result.json["error"]["code"]) == (2, "ranks.environment")
+
+
+def test_errors_name_their_process_where_there_are_several():
+    with pytest.raises(InputError, match=r"^process 1: broken$"), named_errors(Ranks(1, 2)):
+        raise InputError("broken", code="x")
+    with pytest.raises(InputError, match=r"^broken$"), named_errors(Ranks()):
+        raise InputError("broken", code="x")
+
+
+def _merging(rank, folder):
+    import torch.distributed as dist
+
+    from kvq.calibration.distributed import check_same, connected, merge
+    from kvq.geometry import LayerGeometry
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(folder / "port").read_text(),
+                      RANK=str(rank), WORLD_SIZE="2")  # fmt: skip
+    ours = Ranks(rank, 2)
+    observer = Observer(
+        [LayerGeometry(i, "full_attention", f"layers.{i}", 4, 2, 8, 8) for i in range(2)],
+        queries=False,
+    )
+    mine = torch.tensor([[1.5, 3.0], [2.5, float("nan")]][rank])
+    observer.amax["layers.0", "k_bmm_quantizer"] = mine
+    observer.tokens["layers.0", "k_bmm_quantizer"] = rank + 4
+    observer.raised["layers.0", "k_bmm_quantizer"] = torch.tensor([7, 5][rank : rank + 1] * 2)
+    tied = "layers.1", "v_bmm_quantizer"
+    observer.amax[tied], observer.tokens[tied] = torch.tensor([4.0, 1.0 + rank]), 1
+    observer.raised[tied] = torch.tensor([9 - rank, 2 * rank])
+    with connected(ours, torch.device("cpu")):
+        assert dist.get_world_size() == 2
+        merge(ours, observer, torch.device("cpu"))
+        refused = ""
+        try:
+            check_same(ours, {"data": rank})
+        except InputError as error:
+            refused = str(error)
+    amax = {"/".join(key): value.tolist() for key, value in observer.amax.items()}
+    raised = {"/".join(key): value.tolist() for key, value in observer.raised.items()}
+    (folder / f"{rank}.txt").write_text(repr((amax, raised, observer.tokens, refused)))
+
+
+def test_maxima_are_merged_exactly_and_differences_refused(tmp_path):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        (tmp_path / "port").write_text(str(probe.getsockname()[1]))
+    torch.multiprocessing.spawn(_merging, (tmp_path,), nprocs=2)
+    found = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert found[0] == found[1]
+    amax, raised, tokens, refused = eval(found[0], {"inf": np.inf})
+    assert amax == {"layers.0/k_bmm_quantizer": [2.5, np.inf],
+                    "layers.1/v_bmm_quantizer": [4.0, 2.0]}  # fmt: skip
+    assert raised == {"layers.0/k_bmm_quantizer": [5, 5], "layers.1/v_bmm_quantizer": [8, 2]}
+    assert tokens == {("layers.0", "k_bmm_quantizer"): 9, ("layers.1", "v_bmm_quantizer"): 2}
+    assert refused == "process 1 has other data, weights, options or versions than process 0"
