@@ -7,11 +7,13 @@ from torch import Tensor
 
 from kvq.kernels.checks import Scale, check_append, check_caches, head_scale
 from kvq.kernels.numerics import (
+    E2M1_MAX,
     encode_e2m1,
     magnitude_bits,
     nvfp4_block_scale,
-    nvfp4_scaled,
-    round_e4m3,
+    quantize_e4m3,
+    quotient,
+    sign_bits,
 )
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
 
@@ -23,12 +25,13 @@ def _store(cache_ptr, page, offset, x, written, PAGE: tl.constexpr, SIZE: tl.con
            BY_TOKEN: tl.constexpr):  # fmt: skip
     """Store x [TOKENS, WIDTH] as rows of SIZE elements, or as columns of a page."""
     width = tl.arange(0, x.shape[1])
+    mask = written[:, None] & (width < SIZE)[None, :]
     if BY_TOKEN:
-        offsets = (page + offset * SIZE)[:, None] + width[None, :]
-        tl.store(cache_ptr + offsets, x, mask=written[:, None] & (width < SIZE)[None, :])
+        tl.store(cache_ptr + (page + offset * SIZE)[:, None] + width[None, :], x, mask=mask)
     else:
-        offsets = (page + offset)[None, :] + (width * PAGE)[:, None]
-        tl.store(cache_ptr + offsets, tl.trans(x), mask=(width < SIZE)[:, None] & written[None, :])
+        # with tokens as the first dimension Triton gives a warp 32 tokens, one run of bytes if
+        # their slots are
+        tl.store(cache_ptr + (page + offset)[:, None] + (width * PAGE)[None, :], x, mask=mask)
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def _half_codes(x, scale, BLOCK: tl.constexpr):
     x = tl.reshape(x, [TOKENS, WIDTH // BLOCK, BLOCK])
     block_scale = nvfp4_block_scale(tl.max(magnitude_bits(x), 2), scale)
     effective = (block_scale.to(tl.float32) * scale)[:, :, None]
-    codes = encode_e2m1(nvfp4_scaled(x, effective))
+    codes = encode_e2m1(quotient(x, effective, E2M1_MAX), sign_bits(x, effective))
     return tl.reshape(codes, [TOKENS, WIDTH]), block_scale.to(tl.uint8, bitcast=True)
 
 
@@ -77,7 +80,7 @@ def _append(
         if FORMAT == "fp8_e4m3":
             x = x.to(tl.float32)
             scale = tl.load(scale_ptr + head * scale_stride)
-            x = round_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale)).to(tl.uint8, bitcast=True)
+            x = quantize_e4m3(x, scale).to(tl.uint8, bitcast=True)
         _store(cache_ptr, page, offset, x, written, PAGE, SIZE, BY_TOKEN)
 
 

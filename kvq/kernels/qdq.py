@@ -22,15 +22,19 @@ from kvq.formats import (
 )
 from kvq.kernels.checks import FLOATS, Scale, require
 from kvq.kernels.numerics import (
+    E2M1_MAX,
     INFINITY_BITS,
+    magnitude,
     magnitude_bits,
     nvfp4_block_scale,
-    nvfp4_scaled,
     power_of_two,
-    power_of_two_code,
+    quantize_e4m3,
+    quantize_int8,
+    quotient,
     round_e2m1,
     round_e4m3,
-    round_int8,
+    sign_bits,
+    with_sign,
 )
 
 _KINDS = {FP8_E4M3: "fp8", INT8: "int8", NVFP4: "nvfp4", NVFP4_KV: "nvfp4",
@@ -42,11 +46,11 @@ _ELEMENTS = 4096  # of one program
 @triton.jit
 def _offsets(rows, sizes, strides):
     """Offset of each row in a tensor whose leading sizes and strides are given."""
-    offsets = tl.zeros_like(rows)
-    for i in tl.static_range(len(sizes) - 1, -1, -1):
-        offsets += (rows % sizes[i]) * strides[i]
+    offsets = tl.zeros(rows.shape, tl.int64)
+    for i in tl.static_range(len(sizes) - 1, 0, -1):
+        offsets += (rows % sizes[i]).to(tl.int64) * strides[i]
         rows = rows // sizes[i]
-    return offsets
+    return offsets + rows.to(tl.int64) * strides[0]
 
 
 @triton.jit
@@ -55,21 +59,25 @@ def _blocks(x, scale, KIND: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.const
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
     x = tl.reshape(x, [ROWS, COLS // BLOCK, BLOCK])
-    bits = magnitude_bits(x)
+    MAX_EXPONENT: tl.constexpr = 8 if ELEMENT == "e4m3" else 2
     if KIND == "nvfp4":
-        block_scale = nvfp4_block_scale(tl.max(bits, 2), scale)
+        block_scale = nvfp4_block_scale(tl.max(magnitude_bits(x), 2), scale)
         effective = (block_scale.to(tl.float32) * scale)[:, :, None]
-        y = round_e2m1(nvfp4_scaled(x, effective)) * effective
-    else:
+        y = round_e2m1(quotient(x, effective, E2M1_MAX)) * effective
+        y = with_sign(y, sign_bits(x, effective))
+    elif ELEMENT == "e4m3":
         # NaN does not count and infinity counts as the largest number
-        counted = tl.where(bits > INFINITY_BITS, 0, tl.minimum(bits, INFINITY_BITS - 1))
-        MAX_EXPONENT: tl.constexpr = 8 if ELEMENT == "e4m3" else 2
-        value, inverse = power_of_two(power_of_two_code(tl.max(counted, 2), MAX_EXPONENT))
-        scaled = x * inverse[:, :, None]
-        if ELEMENT == "e4m3":
-            y = round_e4m3(scaled).to(tl.float32) * value[:, :, None]
-        else:
-            y = tl.where(x == x, round_e2m1(scaled) * value[:, :, None], float("nan"))
+        bits = magnitude_bits(x)
+        amax_bits = tl.max(tl.where(bits > INFINITY_BITS, 0, bits), 2)
+        value, inverse = power_of_two(amax_bits, MAX_EXPONENT)
+        y = round_e4m3(x * inverse[:, :, None]).to(tl.float32) * value[:, :, None]
+    else:
+        amax_bits = tl.max(magnitude_bits(x), 2)
+        value, inverse = power_of_two(amax_bits, MAX_EXPONENT)
+        value = tl.where(amax_bits > INFINITY_BITS, float("nan"), value)
+        scaled = tl.minimum(magnitude(x) * inverse[:, :, None], E2M1_MAX)
+        value = value[:, :, None]
+        y = with_sign(round_e2m1(scaled) * value, sign_bits(x, value))
     return tl.reshape(y, [ROWS, COLS])
 
 
@@ -78,12 +86,12 @@ def _quantize_dequantize(
     x_ptr, scale_ptr, out_ptr, num_rows, num_cols, sizes, x_strides, scale_strides, out_strides,
     x_col_stride, scale_col_stride, out_col_stride,
     KIND: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row_blocks = tl.cdiv(num_rows, ROWS)
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     rows = (pid % row_blocks) * ROWS + tl.arange(0, ROWS)
-    cols = (pid // row_blocks) * COLS + tl.arange(0, COLS)
+    cols = (pid // row_blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
     inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
     x_offsets = _offsets(rows, sizes, x_strides)[:, None] + (cols * x_col_stride)[None, :]
     x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0).to(tl.float32)
@@ -98,9 +106,9 @@ def _quantize_dequantize(
     else:
         scale = 1.0
     if KIND == "fp8":
-        y = round_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale)).to(tl.float32) * scale
+        y = quantize_e4m3(x, scale).to(tl.float32) * scale
     elif KIND == "int8":
-        y = round_int8(tl.div_rn(x, tl.zeros_like(x) + scale)) * scale
+        y = quantize_int8(x, scale) * scale
     else:
         y = _blocks(x, scale, KIND, ELEMENT, BLOCK)
     offsets = _offsets(rows, sizes, out_strides)[:, None] + (cols * out_col_stride)[None, :]
@@ -112,8 +120,9 @@ def quantize_dequantize(
 ) -> Tensor:
     """Return `x` rounded to the format, in x's dtype, on the GPU in one pass.
 
-    Blocks lie along the last dimension. Values are not read on the host: a NaN gives NaN (in NVFP4
-    for its whole block), and a scale tensor that is zero, negative or not finite is not found.
+    Blocks lie along the last dimension. Values are not read on the host: a NaN gives NaN, with
+    4-bit elements for its whole block, and a scale tensor that is zero, negative or not finite is
+    not found.
 
     Args:
         x: bfloat16, float16 or float32 on CUDA, any shape and strides.
@@ -153,7 +162,8 @@ def quantize_dequantize(
             x, expanded, out, leading, sizes[-1], sizes[:-1], strides[0][:-1],
             scale_strides[:-1], strides[1][:-1], strides[0][-1], scale_strides[-1], strides[1][-1],
             KIND=_KINDS[fmt], ELEMENT=_ELEMENT_NAMES[fmt.element],
-            BLOCK=fmt.block_size or 0, SCALE=how, ROWS=rows, COLS=cols, num_warps=4,
+            BLOCK=fmt.block_size or 0, SCALE=how, ROWS=rows, COLS=cols,
+            WIDE=leading + rows >= 2**31, num_warps=4,
         )  # fmt: skip
     return out
 
