@@ -106,16 +106,24 @@ def quotient(x, divisor, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def quantize_e4m3(x, scale):
-    """E4M3 of x / scale."""
-    y = quotient(x, scale, E4M3_MAX)
-    return with_sign(y, x.to(tl.int32, bitcast=True) & SIGN_BITS).to(tl.float8e4nv)
+def quantize_e4m3(x, scale, SHARED: tl.constexpr):
+    """E4M3 of x / scale; SHARED if one scale serves all x, so that dividing once pays."""
+    if SHARED:
+        y = quotient(x, scale, E4M3_MAX)
+        y = with_sign(y, x.to(tl.int32, bitcast=True) & SIGN_BITS).to(tl.float8e4nv)
+    else:
+        y = round_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
+    return y
 
 
 @triton.jit
-def quantize_int8(x, scale):
+def quantize_int8(x, scale, SHARED: tl.constexpr):
     """Integers of x / scale as float32, never -0.0; NaN stays."""
-    y = with_sign(quotient(x, scale, INT8_MAX), x.to(tl.int32, bitcast=True) & SIGN_BITS)
+    if SHARED:
+        y = with_sign(quotient(x, scale, INT8_MAX), x.to(tl.int32, bitcast=True) & SIGN_BITS)
+    else:
+        y = tl.div_rn(x, tl.zeros_like(x) + scale)
+        y = tl.clamp(y, -INT8_MAX, INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return (y + MAGIC) - MAGIC
 
 

@@ -1,6 +1,7 @@
 """Quantize-dequantize in one pass, bit-equal to `kvq.reference` for numbers that are not NaN."""
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -83,8 +84,8 @@ def _blocks(x, scale, KIND: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _quantize_dequantize(
-    x_ptr, scale_ptr, out_ptr, num_rows, num_cols, sizes, x_strides, scale_strides, out_strides,
-    x_col_stride, scale_col_stride, out_col_stride,
+    x_ptr, scale_ptr, out_ptr, num_rows, num_cols, sizes, scale_sizes, x_strides, scale_strides,
+    out_strides, x_col_stride, scale_col_stride, out_col_stride,
     KIND: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -98,17 +99,19 @@ def _quantize_dequantize(
     if SCALE == "one":
         scale = tl.load(scale_ptr)
     elif SCALE == "rows":
-        row_offsets = _offsets(rows, sizes, scale_strides)
+        row_offsets = _offsets(rows, scale_sizes, scale_strides)
         scale = tl.load(scale_ptr + row_offsets, mask=rows < num_rows, other=1.0)[:, None]
     elif SCALE == "all":
-        offsets = _offsets(rows, sizes, scale_strides)[:, None] + (cols * scale_col_stride)[None, :]
+        offsets = (
+            _offsets(rows, scale_sizes, scale_strides)[:, None] + (cols * scale_col_stride)[None, :]
+        )
         scale = tl.load(scale_ptr + offsets, mask=inside, other=1.0)
     else:
         scale = 1.0
     if KIND == "fp8":
-        y = quantize_e4m3(x, scale).to(tl.float32) * scale
+        y = quantize_e4m3(x, scale, SCALE == "one").to(tl.float32) * scale
     elif KIND == "int8":
-        y = quantize_int8(x, scale) * scale
+        y = quantize_int8(x, scale, SCALE == "one") * scale
     else:
         y = _blocks(x, scale, KIND, ELEMENT, BLOCK)
     offsets = _offsets(rows, sizes, out_strides)[:, None] + (cols * out_col_stride)[None, :]
@@ -150,22 +153,32 @@ def quantize_dequantize(
     expanded, how = _expanded_scale(x, fmt, scale)
     if x.numel() == 0:
         return out
-    tensors = [x, out] if expanded is None or how == "one" else [x, out, expanded]
-    sizes, strides = _coalesce(x.shape, [t.stride() for t in tensors], fmt.block_size or 1)
+    # the scale has rows of its own: then those of x and out often need no division
+    alone = expanded is not None and how != "one"
+    block = x.shape[-1] + 1 if alone else fmt.block_size or 1
+    sizes, strides = _coalesce(x.shape, [x.stride(), out.stride()], block)
+    scale_sizes, scale_strides = sizes, [(0,) * len(sizes)]
+    if expanded is not None and alone:
+        scale_sizes, scale_strides = _coalesce(x.shape, [expanded.stride()], block)
     cols = min(_ELEMENTS, max(triton.next_power_of_2(sizes[-1]), fmt.block_size or 1))
     rows = 1 if math.prod(sizes[:-1]) == 1 else _ELEMENTS // cols
     leading = math.prod(sizes[:-1])
     grid = (triton.cdiv(leading, rows) * triton.cdiv(sizes[-1], cols),)
-    scale_strides = strides[2] if len(strides) > 2 else (0,) * len(sizes)
     with torch.cuda.device(x.device):
         _quantize_dequantize[grid](
-            x, expanded, out, leading, sizes[-1], sizes[:-1], strides[0][:-1],
-            scale_strides[:-1], strides[1][:-1], strides[0][-1], scale_strides[-1], strides[1][-1],
+            x, expanded, out, leading, sizes[-1], _known(sizes[:-1]), _known(scale_sizes[:-1]),
+            strides[0][:-1], scale_strides[0][:-1], strides[1][:-1],
+            strides[0][-1], scale_strides[0][-1], strides[1][-1],
             KIND=_KINDS[fmt], ELEMENT=_ELEMENT_NAMES[fmt.element],
             BLOCK=fmt.block_size or 0, SCALE=how, ROWS=rows, COLS=cols,
             WIDE=leading + rows >= 2**31, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _known(sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    """Make small sizes, such as a number of heads, constants: rows are divided by them."""
+    return tuple(tl.constexpr(size) if size <= 256 else size for size in sizes)
 
 
 def _expanded_scale(x: Tensor, fmt: KVFormat, scale: Scale) -> tuple[Tensor | None, str]:
@@ -201,9 +214,10 @@ def _expanded_scale(x: Tensor, fmt: KVFormat, scale: Scale) -> tuple[Tensor | No
 def _coalesce(
     shape: tuple[int, ...], strides: list[tuple[int, ...]], block: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Merge neighbouring dimensions that every tensor lays out as one, blocks kept whole.
+    """Merge neighbouring dimensions that every tensor lays out as one.
 
-    Returns at least two sizes, and as many strides of each tensor.
+    The last one, whose size is the number of columns, only if it is a multiple of `block`. Returns
+    at least two sizes, and as many strides of each tensor.
     """
     sizes, merged = [1], [[0] for _ in strides]
     last = len(shape) - 1
