@@ -130,20 +130,21 @@ def decode_attention(
     The softmax runs in float32; how q and P enter the tensor cores is the variant. With 16-bit
     pages and with shared rows P is rounded to q's dtype and all variants are the same. With
     quantized pages `fast` rounds q and P to E4M3 once, which costs up to 4e-2 (relative L2 on
-    random data); `default` and `exact` hold each as a sum of two E4M3 numbers, up to 3e-3.
-    P is rounded relative to a power of two at or above the running maximum, so the number of splits
-    changes results only by float32 rounding and by weights below 2**-14 of the largest.
+    random data, more where few tokens have all the weight); `default` and `exact` hold each as a
+    sum of two E4M3 numbers, up to 3e-3; `exact` also sums FP8 pages' q k in float32 at every 32nd
+    product. P is rounded relative to a power of two at or above the running maximum, so the number
+    of splits changes results only by float32 rounding and by weights below 2**-14 of the largest.
 
-    No tensor is read on the host and nothing synchronises, so a call can be captured in a CUDA
-    graph. Values in the cache past a request's end, or before its window, are never used, nor are
-    the table entries of pages that hold only such positions.
+    Nothing is read on the host, so a call can be captured in a CUDA graph. Values past a request's
+    end or before its window are never used, nor table entries of pages that hold only those.
 
     Args:
         q: `[batch, num_heads, head_dim]` bfloat16 or float16, any strides.
         k_cache: `[num_pages, num_kv_heads, layout.k_elements]`.
         v_cache: `[num_pages, num_kv_heads, layout.v_elements]`; None if shared.
         block_table: `[batch, max_pages]` int32 or int64, the pages of each request in order.
-        seq_lens: `[batch]` int32 or int64, tokens with the query's own; zero gives zeros.
+        seq_lens: `[batch]` int32 or int64, tokens with the query's own; zero gives zeros. Not
+            more than `block_table` lists, which is not checked.
         layout: of both caches.
         k_scale: dequantization multiplier of K, a number or float32 of 1 or `num_kv_heads` values;
             None for 16-bit pages.

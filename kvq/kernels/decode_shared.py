@@ -28,7 +28,9 @@ def _rows(
     if FORMAT == "nvfp4":
         row = base + offset * HALF
         packed = tl.load(ptr + row[:, None] + (d % HALF)[None, :], mask=mask, other=0)
-        codes = tl.where((d < HALF)[None, :], packed & 0xF, packed >> 4).to(tl.int16)
+        packed = packed.to(tl.int16)
+        low = ((packed >> 2) & 8) | ((packed >> 4) & 4) | (packed & 3)
+        codes = tl.where((d < HALF)[None, :], low, ((packed >> 4) & 8) | ((packed >> 2) & 7))
         values = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
         scale_row = base + offset * (HALF // 8)
         scale_ptrs = scales_ptr + scale_row[:, None] + (d // 16)[None, :]

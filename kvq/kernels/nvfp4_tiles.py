@@ -11,10 +11,8 @@ def expand(packed):
     """E4M3 of the low and of the high codes of each byte, times 2**-6."""
     low, high = tl.inline_asm_elementwise(
         """{ .reg .b32 t, u;
-        shl.b32 t, $2, 2; and.b32 t, t, 0x1c1c1c1c;
-        shl.b32 u, $2, 4; and.b32 u, u, 0x80808080; or.b32 $0, t, u;
-        shr.b32 t, $2, 2; and.b32 t, t, 0x1c1c1c1c;
-        and.b32 u, $2, 0x80808080; or.b32 $1, t, u; }""",
+        shl.b32 t, $2, 2; and.b32 t, t, 0x8c8c8c8c; shr.b32 u, $2, 2; and.b32 u, u, 0x10101010;
+        or.b32 $0, t, u; and.b32 $1, $2, 0x9c9c9c9c; }""",
         "=r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
     )  # fmt: skip
     return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)

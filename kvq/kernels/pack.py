@@ -67,7 +67,8 @@ def _append(
         high = tl.load(x_ptr + x_offsets + HALF * x_strides[2], mask=rest, other=0.0)
         low_codes, low_scales = _half_codes(low.to(tl.float32), scale, BLOCK)
         high_codes, high_scales = _half_codes(high.to(tl.float32), scale, BLOCK)
-        codes = (low_codes | (high_codes << 4)).to(tl.uint8)
+        first = ((low_codes & 8) << 2) | ((low_codes & 4) << 4) | (low_codes & 3)
+        codes = (first | ((high_codes & 8) << 4) | ((high_codes & 7) << 2)).to(tl.uint8)
         _store(cache_ptr, page, offset, codes, written, PAGE, HALF, BY_TOKEN)
         block = tl.arange(0, WIDTH // BLOCK)
         BLOCKS: tl.constexpr = HALF // BLOCK

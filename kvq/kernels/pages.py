@@ -13,9 +13,10 @@ A cache is a tensor `[num_pages, num_kv_heads, elements]`; what `elements` holds
 
 Quantized V is token-contiguous, because tensor cores read eight-bit operands only along the
 dimension they sum over, and the sum with P runs over tokens. An NVFP4 byte holds two dimensions of
-one token, `d` in the low and `d + half` in the high four bits, so that a byte has one writer and
-each half of the head has its own blocks. Block scale `b` covers dimensions `16 b` to `16 b + 15`.
-Dimensions and blocks past the head's end are zero.
+one token, `d` and `d + half`, so that a byte has one writer and each half of the head has its own
+blocks. With s e e m the code of `d` and S E E M that of `d + half`, its bits are `S e s E E M e m`:
+the second code lies where E4M3 has these bits, and two shifts bring the first there. Block scale
+`b` covers dimensions `16 b` to `16 b + 15`. Dimensions and blocks past the head's end are zero.
 """
 
 import math

@@ -72,11 +72,23 @@ def _write(
         _rows(cache, layout, 0, size, by_token=by_token)[page, :, offset] = q.codes
         return
     codes = F.pad(q.codes, (0, 2 * half(size) - size))
-    packed = codes[..., : half(size)] | codes[..., half(size) :] << NVFP4_KV.code_bits
+    packed = _interleave(codes[..., : half(size)], codes[..., half(size) :])
     _rows(cache, layout, 0, half(size), by_token=by_token)[page, :, offset] = packed
     block_scales = F.pad(q.block_scales, (0, blocks(size) - q.block_scales.shape[-1]))
     begin = layout.page_size * half(size)
     _rows(cache, layout, begin, blocks(size), by_token=True)[page, :, offset] = block_scales
+
+
+def _interleave(low: Tensor, high: Tensor) -> Tensor:
+    """Bytes of two E2M1 codes: `S e s E E M e m` of `s e e m` and `S E E M`."""
+    first = (low & 8) << 2 | (low & 4) << 4 | low & 3
+    return first | (high & 8) << 4 | (high & 7) << 2
+
+
+def _separate(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `_interleave`."""
+    low = packed >> 2 & 8 | packed >> 4 & 4 | packed & 3
+    return low, packed >> 4 & 8 | packed >> 2 & 7
 
 
 def _rows(cache: Tensor, layout: PageLayout, begin: int, size: int, *, by_token: bool) -> Tensor:
@@ -127,8 +139,7 @@ def _read(pages: Tensor, size: int, layout: PageLayout, scale: Scale, name: str)
         return codes.float()
     block_scales = None
     if fmt.block_size is not None:
-        low = codes & (1 << fmt.code_bits) - 1
-        codes = torch.cat((low, codes >> fmt.code_bits), -1)[..., :size]
+        codes = torch.cat(_separate(codes), -1)[..., :size]
         begin = layout.page_size * width
         block_scales = _rows(pages, layout, begin, blocks(size), by_token=True)
         block_scales = block_scales.permute(0, 2, 1, 3).flatten(0, 1)[..., : size // BLOCK_SIZE]

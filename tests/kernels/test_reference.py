@@ -60,7 +60,11 @@ def test_nvfp4_bytes_of_one_token_by_hand():
     caches = poisoned(layout, 2)
     slots = torch.tensor([18])
     reference.append_kv(x, x, *caches, slots, layout=layout, k_scale=1.0, v_scale=1.0)
-    codes = [0x77, 0xE9] + [0x77] * 14 + [0x07, 0x03] + [0x07] * 14
+    # bits S e s E E M e m of the codes s e e m (dimension d) and S E E M (d + 32)
+    both = 0b01011111  # 0 111 and 0 111
+    signs = 0b10111001  # 1 001 and 1 110
+    ones = [0b01000011, 0b00000011]  # 0 111 and 0 011, above padding
+    codes = [both, signs] + [both] * 14 + ones + [ones[0]] * 14
     scales = [0x38, 0x40, 0x28, 0x00]  # E4M3 of 1, 2, 0.25 and the padding block
     k_page, v_page = caches[0][1, 0].tolist(), caches[1][1, 0].tolist()
     assert k_page[2 * 32 : 3 * 32] == codes
