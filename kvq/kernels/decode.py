@@ -143,11 +143,10 @@ def decode_attention(
         k_cache: `[num_pages, num_kv_heads, layout.k_elements]`.
         v_cache: `[num_pages, num_kv_heads, layout.v_elements]`; None if shared.
         block_table: `[batch, max_pages]` int32 or int64, the pages of each request in order.
-        seq_lens: `[batch]` int32 or int64, tokens with the query's own; zero gives zeros. Not
-            more than `block_table` lists, which is not checked.
+        seq_lens: `[batch]` int32 or int64, tokens with the query's own, zero or more; that
+            `block_table` lists as many is not checked. An empty request gives zeros.
         layout: of both caches.
-        k_scale: dequantization multiplier of K, a number or float32 of 1 or `num_kv_heads` values;
-            None for 16-bit pages.
+        k_scale: as in `kvq.kernels.pack.append_kv`.
         v_scale: likewise of V; if shared, `k_scale` serves both.
         softmax_scale: multiplies q k; `head_dim ** -0.5` by default.
         softcap: logits become `softcap * tanh(logits / softcap)`.
