@@ -122,7 +122,7 @@ def variants_of(name: str) -> tuple[str, ...]:
 
 
 def targets(names: list[str], rows: list[dict]) -> None:
-    print("shape format variant | call ms ratio | graph ms ratio | of read floor | error rel. L2")
+    print("shape format variant | call ms ratio | graph ms ratio | read TB/s | error rel. L2")
     for shape_name, shape in SHAPES.items():
         for name in names:
             layout = PageLayout(name, 128, shape[2], HEAD_DIM)

@@ -18,7 +18,7 @@ from kvq.kernels.softmax import (
 )
 
 SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal numbers
-P_REST = tl.constexpr(8.0)  # that of P is truncated, which leaves less than 32
+P_REST = tl.constexpr(8.0)  # the first term of P is truncated, which leaves less than 32
 LEADING_BITS = tl.constexpr(-0x100000)  # sign, exponent and three bits of mantissa of a float32
 
 
@@ -75,11 +75,10 @@ def _tile(
     position = start + token
     page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
     k_row = tl.multiple_of(page * k_page_stride + offset * HEAD_DIM, 16)
-    k_inside = (d < HEAD_DIM)[None, :] & (offset >= 0)[:, None]
     if HEAD_DIM == qt.shape[0]:
         k = tl.load(k_ptr + k_row[:, None] + d[None, :])
     else:
-        k = tl.load(k_ptr + k_row[:, None] + d[None, :], mask=k_inside, other=0.0)
+        k = tl.load(k_ptr + k_row[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
     products = tl.dot(k, qt, max_num_imprecise_acc=IMPRECISE)
     if TERMS == 2:
         leading, rest = tl.split(tl.reshape(products, [TILE, HEADS, TERMS]))

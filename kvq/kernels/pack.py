@@ -81,7 +81,7 @@ def _append(
         if FORMAT == "fp8_e4m3":
             x = x.to(tl.float32)
             scale = tl.load(scale_ptr + head * scale_stride)
-            x = quantize_e4m3(x, scale, True).to(tl.uint8, bitcast=True)
+            x = quantize_e4m3(x, scale, False).to(tl.uint8, bitcast=True)
         _store(cache_ptr, page, offset, x, written, PAGE, SIZE, BY_TOKEN)
 
 

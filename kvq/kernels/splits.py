@@ -1,10 +1,10 @@
 """How many splits a decode launch gets when the caller does not say."""
 
 import math
-from functools import cache
+from functools import lru_cache
 
 
-@cache
+@lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, slots: int, *, most: int = 128) -> int:
     """Return the number of splits with the least estimated time.
 
