@@ -5,6 +5,11 @@ its own: q is zero outside the block, and one product gives every block's partia
 block scales are applied. Of V, block scales are folded into P, again a column for each block; the
 result keeps the rows of that block. Columns are (block / 2, head, block % 2), of two terms (block,
 head, term): the order in which a thread holds all columns of a head.
+
+P times a block scale is an E4M3 number, so V blocks with a small scale lose accuracy, which the
+error over a whole head does not show: with two terms and a flat softmax over 8192 tokens, the
+dimensions of a block of scale 10 are 0.14 % off, of scale 1 1.1 %, of scale 0.3 4 % (the largest
+block of a tensor has about 75).
 """
 
 import triton
