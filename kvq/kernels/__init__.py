@@ -1,0 +1,1 @@
+"""Quantize, pack and attend on the GPU; `reference` holds a naive twin of every kernel."""

@@ -1,0 +1,241 @@
+"""Decode attention: one query token per request, over paged caches read as they are stored."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvq.kernels.checks import (
+    Scale,
+    Variant,
+    check_caches,
+    check_options,
+    check_query,
+    head_scale,
+    require,
+)
+from kvq.kernels.decode_fp8 import SHIFT as FP8_SHIFT
+from kvq.kernels.decode_fp8 import decode_fp8
+from kvq.kernels.decode_half import SHIFT as HALF_SHIFT
+from kvq.kernels.decode_half import decode_half
+from kvq.kernels.decode_nvfp4 import SHIFT as NVFP4_SHIFT
+from kvq.kernels.decode_nvfp4 import decode_nvfp4
+from kvq.kernels.decode_shared import SHIFT as SHARED_SHIFT
+from kvq.kernels.decode_shared import decode_shared
+from kvq.kernels.pages import PageLayout, half
+from kvq.kernels.softmax import combine_splits
+from kvq.kernels.splits import choose_splits
+
+_LEAST_COLUMNS = 16  # Hopper's tensor core instructions as Triton uses them
+_MOST_HEADS = 16  # of one program
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which kernel, its constants, and how many programs of it a multiprocessor holds."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    tile: int
+    heads: int
+    warps: int
+    shift: float
+    per_sm: int
+
+
+def _power_of_two(size: int) -> int:
+    return int(triton.next_power_of_2(size))
+
+
+@cache
+def plan(layout: PageLayout, group: int, variant: Variant) -> Plan:
+    """Choose the kernel and its tile for a layout and a number of query heads per KV head."""
+    heads = min(_power_of_two(group), _MOST_HEADS)
+    terms = 1 if variant == "fast" else 2
+    common: dict[str, Any] = {
+        "HEAD_DIM": layout.head_dim,
+        "VALUE_DIM": layout.value_dim,
+        "PAGE": layout.page_size,
+    }
+    if layout.kv_format is None or layout.shared:
+        return _half_plan(layout, group, common)
+    largest = max(layout.head_dim, layout.value_dim)
+    tile = 128 if largest <= 128 and layout.page_size % 128 == 0 else 64
+    if layout.format == "fp8_e4m3":
+        heads = max(heads, _LEAST_COLUMNS // terms)
+        widths = {"WIDTH": _power_of_two(layout.head_dim),
+                  "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
+        # the tensor core adds FP8 products in few bits: `exact` adds up every 32 in float32
+        numerics = {"TERMS": terms, "IMPRECISE": 32 if variant == "exact" else None}
+        constants = common | numerics | widths | {"STAGES": 5}
+        return Plan(decode_fp8, constants, tile, heads, 4, FP8_SHIFT.value, 2)
+    k_half, v_half = half(layout.head_dim), half(layout.value_dim)
+    k_width, v_width = _power_of_two(k_half), _power_of_two(v_half)
+    heads = max(heads, _LEAST_COLUMNS * 16 // (terms * min(k_width, v_width)))
+    columns = heads * terms * max(k_width, v_width) // 16
+    warps = 8 if columns > 64 and tile == 128 else 4
+    constants = common | {
+        "K_HALF": k_half, "V_HALF": v_half, "K_WIDTH": k_width, "V_WIDTH": v_width, "STAGES": 5,
+        "TERMS": terms, "RUN": tile // (8 * warps),  # rows of a product that one thread holds
+    }  # fmt: skip
+    return Plan(decode_nvfp4, constants, tile, heads, warps, NVFP4_SHIFT.value, 2)
+
+
+def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:
+    heads = max(min(_power_of_two(group), _MOST_HEADS), _LEAST_COLUMNS)
+    if layout.shared:
+        value = layout.value_dim
+        require(
+            value == _power_of_two(value) and value <= 512,
+            f"shared rows need a power of two up to 512 as v_head_dim, found {value}",
+            "head_dim",
+        )
+        constants = common | {"FORMAT": layout.format, "HALF": half(layout.head_dim), "STAGES": 2,
+                              "REST": max(_power_of_two(layout.head_dim - value), 16)}  # fmt: skip
+        return Plan(decode_shared, constants, 64, heads, 8, SHARED_SHIFT.value, 1)
+    width = _power_of_two(layout.head_dim)
+    if layout.head_dim < width:
+        width //= 2
+    rest = max(_power_of_two(layout.head_dim - width), 16)
+    constants = common | {"WIDTH": width, "REST": rest, "STAGES": 3 if width > 128 else 5,
+                          "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
+    return Plan(decode_half, constants, 64, heads, 4, HALF_SHIFT.value, 2)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    layout: PageLayout,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    num_kv_splits: int | None = None,
+    max_seq_len: int | None = None,
+    variant: Variant = "default",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend from one query token per request, the last of its sequence, over the paged cache.
+
+    The softmax runs in float32; how q and P enter the tensor cores is the variant. With 16-bit
+    pages and with shared rows P is rounded to q's dtype and all variants are the same. With
+    quantized pages `fast` rounds q and P to E4M3 once, which costs up to 4e-2 (relative L2 on
+    random data, more where few tokens have all the weight); `default` and `exact` hold each as a
+    sum of two E4M3 numbers, up to 3e-3; `exact` also sums FP8 pages' q k in float32 at every 32nd
+    product. P is rounded relative to a power of two at or above the running maximum, so the number
+    of splits changes results only by float32 rounding and by weights below 2**-14 of the largest.
+
+    Nothing is read on the host, so a call can be captured in a CUDA graph. Values past a request's
+    end or before its window are never used, nor table entries of pages that hold only those.
+
+    Args:
+        q: `[batch, num_heads, head_dim]` bfloat16 or float16, any strides.
+        k_cache: `[num_pages, num_kv_heads, layout.k_elements]`.
+        v_cache: `[num_pages, num_kv_heads, layout.v_elements]`; None if shared.
+        block_table: `[batch, max_pages]` int32 or int64, the pages of each request in order.
+        seq_lens: `[batch]` int32 or int64, tokens with the query's own, zero or more; that
+            `block_table` lists as many is not checked. An empty request gives zeros.
+        layout: of both caches.
+        k_scale: as in `kvq.kernels.pack.append_kv`.
+        v_scale: likewise of V; if shared, `k_scale` serves both.
+        softmax_scale: multiplies q k; `head_dim ** -0.5` by default.
+        softcap: logits become `softcap * tanh(logits / softcap)`.
+        window: attend to the last `window` tokens only, the query's own included.
+        sinks: float32 `[num_heads]`, logits that join the softmax's sum without a value.
+        alibi_slopes: float32 `[num_heads]`, times the (negative) distance to the query.
+        num_kv_splits: programs that share one request's tokens, 1 to 256; chosen by default.
+        max_seq_len: a bound of `seq_lens` known on the host, for that choice; by default what
+            `block_table` has room for.
+        variant: `fast`, `default` or `exact`.
+        out: `[batch, num_heads, v_head_dim]` of q's dtype, any strides.
+
+    Raises:
+        InputError: a precondition does not hold (`kernel.*`).
+    """
+    check_caches(k_cache, v_cache, layout)
+    vectors = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    check_query(q, k_cache, block_table, seq_lens, layout, vectors)
+    check_options(softcap, window, num_kv_splits, variant)
+    require(q.is_cuda, f"q is on {q.device}, expected CUDA", "device")
+    shape = (*q.shape[:2], layout.value_dim)
+    if out is None:
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    require(
+        tuple(out.shape) == shape and out.dtype == q.dtype and out.device == q.device,
+        f"out is {out.dtype} {tuple(out.shape)}, expected {q.dtype} {shape}",
+        "out",
+    )
+    if q.shape[0] == 0:
+        return out
+    chosen = plan(layout, q.shape[1] // layout.num_kv_heads, variant)
+    room = block_table.shape[1] * layout.page_size
+    longest = min(room, max_seq_len or room, window or room)
+    splits = num_kv_splits or _splits(chosen, q, layout, longest)
+    scale = layout.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    with torch.cuda.device(q.device):
+        _launch(q, k_cache, v_cache, block_table, seq_lens, out, chosen, layout, k_scale, v_scale,
+                sinks, alibi_slopes, splits, scale, softcap, window)  # fmt: skip
+    return out
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _splits(chosen: Plan, q: Tensor, layout: PageLayout, longest: int) -> int:
+    group = q.shape[1] // layout.num_kv_heads
+    programs = q.shape[0] * layout.num_kv_heads * triton.cdiv(group, chosen.heads)
+    sms = _multiprocessors(q.device)
+    return choose_splits(programs, triton.cdiv(longest, chosen.tile), sms * chosen.per_sm)
+
+
+def _launch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor,
+    out: Tensor, chosen: Plan, layout: PageLayout, k_scale: Scale, v_scale: Scale,
+    sinks: Tensor | None, slopes: Tensor | None, splits: int, softmax_scale: float,
+    softcap: float | None, window: int | None,
+) -> None:  # fmt: skip
+    k_scales = head_scale(k_scale, layout.num_kv_heads, layout.kv_format, "k_scale", q)
+    v_scales = k_scales
+    if v_cache is None:
+        v_cache = k_cache
+    else:
+        v_scales = head_scale(v_scale, layout.num_kv_heads, layout.kv_format, "v_scale", q)
+    batch, heads = q.shape[:2]
+    group = heads // layout.num_kv_heads
+    stats = partial = out
+    if splits > 1:
+        stats = torch.empty(batch * heads * splits * 2, dtype=torch.float32, device=q.device)
+        size = batch * heads * splits * layout.value_dim
+        partial = torch.empty(size, dtype=torch.float32, device=q.device)
+    if layout.format == "fp8_e4m3":
+        k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+    programs = batch * layout.num_kv_heads * triton.cdiv(group, chosen.heads)
+    chosen.kernel[(programs, splits)](
+        q, k_cache, v_cache, block_table, seq_lens, k_scales, v_scales, slopes, sinks,
+        out, stats, partial, q.stride(), k_cache.stride()[:2], v_cache.stride()[:2],
+        block_table.stride(), seq_lens.stride(0), out.stride(), k_scales.stride(0),
+        v_scales.stride(0), softmax_scale, softcap or 1.0, window or 0, splits,
+        KV_HEADS=layout.num_kv_heads, GROUP=group, HEADS=chosen.heads, TILE=chosen.tile,
+        SPLIT=splits > 1, SOFTCAP=softcap is not None, ALIBI=slopes is not None,
+        WINDOW=window is not None, SINKS=sinks is not None, num_warps=chosen.warps,
+        **chosen.constants,
+    )  # fmt: skip
+    if splits > 1:
+        padded = _power_of_two(splits)
+        combine_splits[(batch * heads,)](
+            out, out.stride(), stats, partial, sinks, splits, HEADS=heads, SIZE=layout.value_dim,
+            WIDTH=_power_of_two(layout.value_dim), PADDED=padded,
+            CHUNK=min(padded, 16), SINKS=sinks is not None, SHIFT=chosen.shift, num_warps=4,
+        )  # fmt: skip

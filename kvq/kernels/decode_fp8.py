@@ -1,0 +1,174 @@
+"""Decode attention over FP8 pages: K and V go from memory to the tensor cores as they are.
+
+The KV tile is the wide operand of both products, `S = K q^T` and `O = V P^T`. With TERMS 2 q and P
+are sums of two E4M3 numbers, in neighbouring columns of the same product.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.softmax import (
+    NOTHING,
+    advance,
+    find_pages,
+    listed,
+    logits,
+    split_range,
+    store_split,
+)
+
+SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal numbers
+P_REST = tl.constexpr(8.0)  # the first term of P is truncated, which leaves less than 32
+LEADING_BITS = tl.constexpr(-0x100000)  # sign, exponent and three bits of mantissa of a float32
+
+
+@triton.jit
+def p_terms(x, TERMS: tl.constexpr):
+    """Split x [..., HEADS], zero or below, into E4M3 terms along a new last axis.
+
+    With one term it is x, with two the leading bits of x and what is left of -x. They are still
+    float32: cast after reshaping, a reshaped E4M3 operand is what Triton 3.6 fails to lay out.
+    """
+    if TERMS == 2:
+        leading = (x.to(tl.int32, bitcast=True) & LEADING_BITS).to(tl.float32, bitcast=True)
+        x = tl.join(leading, (leading - x) * P_REST)
+    return x
+
+
+@triton.jit
+def sum_terms(leading, rest):
+    """Take products with both terms of P together; the first has its sign changed."""
+    return rest * (1.0 / P_REST) - leading
+
+
+@triton.jit
+def query_scale(amax):
+    """Power of two that q is divided by, so that bfloat16 numbers are exactly two E4M3 terms.
+
+    The largest magnitude comes to [128, 256); returned with its reciprocal, for amax [...].
+    """
+    exponent = amax.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.where(exponent == 0, 127, tl.maximum(exponent, 8)) - 7
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def query_terms(q, inverse, second):
+    """Turn q [WIDTH, COLUMNS] into E4M3, or where `second` what that leaves."""
+    scaled = q * inverse[None, :]
+    leading = scaled.to(tl.float8e4nv).to(tl.float32)
+    return tl.where(second[None, :], scaled - leading, leading).to(tl.float8e4nv)
+
+
+@triton.jit
+def _tile(
+    acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
+    k_ptr, v_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    TERMS: tl.constexpr, IMPRECISE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = acc.shape[0]
+    HEADS: tl.constexpr = scale.shape[0]
+    token, d, dv = tl.arange(0, TILE), tl.arange(0, qt.shape[0]), tl.arange(0, WIDTH)
+    position = start + token
+    page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
+    k_row = tl.multiple_of(page * k_page_stride + offset * HEAD_DIM, 16)
+    if HEAD_DIM == qt.shape[0]:
+        k = tl.load(k_ptr + k_row[:, None] + d[None, :])
+    else:
+        k = tl.load(k_ptr + k_row[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+    products = tl.dot(k, qt, max_num_imprecise_acc=IMPRECISE)
+    if TERMS == 2:
+        leading, rest = tl.split(tl.reshape(products, [TILE, HEADS, TERMS]))
+        products = leading + rest
+    x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
+    running_max, factor = advance(x, running_max)
+    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    total = total * factor[None, :] + p
+    run: tl.constexpr = 16 if PAGE % TILE else TILE
+    v_column = tl.max_contiguous(tl.multiple_of(page * v_page_stride + offset, run), run)
+    v_ptrs = v_ptr + v_column[None, :] + (dv * PAGE)[:, None]
+    if MASKED:
+        # a page holds anything past the end, NaN too
+        wanted = tl.max_constancy(listed(position, first, seq_len), 16)
+        v = tl.load(v_ptrs, mask=wanted[None, :] & (dv < VALUE_DIM)[:, None], other=0.0)
+        inside = (position >= first) & (position < seq_len)
+        bits = v.to(tl.uint8, bitcast=True)
+        v = tl.where(inside[None, :], bits, 0).to(tl.float8e4nv, bitcast=True)
+    elif VALUE_DIM == WIDTH:
+        v = tl.load(v_ptrs)
+    else:
+        v = tl.load(v_ptrs, mask=(dv < VALUE_DIM)[:, None], other=0.0)
+    weights = tl.reshape(p_terms(-p, TERMS), [TILE, HEADS * TERMS]).to(tl.float8e4nv)
+    factors = tl.reshape(tl.broadcast_to(factor[:, None], [HEADS, TERMS]), [HEADS * TERMS])
+    # a fresh product for each tile: long sums are float32, not the tensor core's own
+    acc = acc * factors[None, :] + tl.dot(v, weights, max_num_imprecise_acc=TILE)
+    return acc, running_max, total
+
+
+@triton.jit
+def decode_fp8(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window,
+    num_splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, TERMS: tl.constexpr, IMPRECISE: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """One split of HEADS query heads of one KV head of one request."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    pid = tl.program_id(0).to(tl.int64)
+    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    split = tl.program_id(1)
+    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
+    valid, heads = member < GROUP, kv_head * GROUP + member
+    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
+    first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+
+    column = tl.arange(0, HEADS * TERMS)
+    columns = (pid % HEAD_BLOCKS) * HEADS + column // TERMS
+    d = tl.arange(0, WIDTH)
+    q_offsets = batch * q_strides[0] + (kv_head * GROUP + columns) * q_strides[1]
+    q_offsets = q_offsets[None, :] + (d * q_strides[2])[:, None]
+    q_inside = (columns < GROUP)[None, :] & (d < HEAD_DIM)[:, None]
+    q = tl.load(q_ptr + q_offsets, mask=q_inside, other=0.0).to(tl.float32)
+    q_scale, inverse = query_scale(tl.max(tl.abs(q), 0))
+    qt = query_terms(q, inverse, column % TERMS == 1)
+    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
+    scale = tl.max(tl.reshape(q_scale, [HEADS, TERMS]), 1) * (k_scale * softmax_scale)
+    slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
+
+    acc = tl.zeros([VALUE_WIDTH, HEADS * TERMS], tl.float32)
+    running_max = tl.full([HEADS], NOTHING, tl.float32)
+    total = tl.zeros([TILE, HEADS], tl.float32)
+    table_ptr += batch * table_strides[0]
+    k_ptr += kv_head * k_strides[1]
+    v_ptr += kv_head * v_strides[1]
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        acc, running_max, total = _tile(
+            acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
+            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            HEAD_DIM, VALUE_DIM, PAGE, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, False,
+        )  # fmt: skip
+    for start in tl.range(whole, end, TILE, num_stages=1):
+        acc, running_max, total = _tile(
+            acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
+            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            HEAD_DIM, VALUE_DIM, PAGE, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, True,
+        )  # fmt: skip
+    result = -acc
+    if TERMS == 2:
+        leading, rest = tl.split(tl.reshape(acc, [VALUE_WIDTH, HEADS, TERMS]))
+        result = sum_terms(leading, rest)
+    result *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
+    store_split(
+        result, running_max, tl.sum(total, 0), batch, heads, valid, split, num_splits, begin < end,
+        out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr,
+        0, VALUE_DIM, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Decode attention over 16-bit pages."""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.softmax import NOTHING, advance, find_pages, logits, split_range, store_split
+
+SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal float16 numbers
+
+
+@triton.jit
+def _rows(ptr, row, inside, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr,
+          MASKED: tl.constexpr):  # fmt: skip
+    """Dimensions FROM to TO of each token's row, [TILE, WIDTH], zero past TO."""
+    d = FROM + tl.arange(0, WIDTH)
+    pointers = ptr + tl.multiple_of(row, 16)[:, None] + d[None, :]
+    if MASKED or TO - FROM < WIDTH:
+        x = tl.load(pointers, mask=inside[:, None] & (d < TO)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def _tile(
+    acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
+    k_ptr, v_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = qt.shape[0]
+    MAIN: tl.constexpr = min(WIDTH, HEAD_DIM)
+    token = tl.arange(0, TILE)
+    position = start + token
+    # a page holds anything past the end, NaN too
+    inside = (position >= first) & (position < seq_len)
+    # without a mask all tokens are inside, but widths may still be cut
+    inside = inside if MASKED else position >= 0
+    page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
+    row = page * k_page_stride + offset * HEAD_DIM
+    products = tl.dot(_rows(k_ptr, row, inside, 0, MAIN, WIDTH, MASKED), qt)
+    if HEAD_DIM > WIDTH:
+        rest = _rows(k_ptr, row, inside, WIDTH, HEAD_DIM, rest_qt.shape[0], MASKED)
+        products = tl.dot(rest, rest_qt, products)
+    x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
+    running_max, factor = advance(x, running_max)
+    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    total = total * factor[None, :] + p
+    row = page * v_page_stride + offset * VALUE_DIM
+    v = _rows(v_ptr, row, inside, 0, VALUE_DIM, acc.shape[0], MASKED)
+    acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * factor[None, :])
+    return acc, running_max, total
+
+
+@triton.jit
+def query_rows(
+    ptr, heads, valid, stride, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Dimensions FROM to TO of q, [WIDTH, HEADS]."""
+    d = FROM + tl.arange(0, WIDTH)
+    offsets = heads[None, :] + (d * stride)[:, None]
+    return tl.load(ptr + offsets, mask=valid[None, :] & (d < TO)[:, None], other=0.0)
+
+
+@triton.jit
+def decode_half(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window,
+    num_splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One split of HEADS query heads of one KV head of one request."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    pid = tl.program_id(0).to(tl.int64)
+    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    split = tl.program_id(1)
+    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
+    valid, heads = member < GROUP, kv_head * GROUP + member
+    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
+    first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+
+    row = q_ptr + batch * q_strides[0]
+    at = heads * q_strides[1]
+    qt = query_rows(row, at, valid, q_strides[2], 0, min(WIDTH, HEAD_DIM), WIDTH)
+    rest_qt = qt
+    if HEAD_DIM > WIDTH:
+        rest_qt = query_rows(row, at, valid, q_strides[2], WIDTH, HEAD_DIM, REST)
+    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
+    scale = tl.zeros([HEADS], tl.float32) + k_scale * softmax_scale
+    slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
+
+    acc = tl.zeros([VALUE_WIDTH, HEADS], tl.float32)
+    running_max = tl.full([HEADS], NOTHING, tl.float32)
+    total = tl.zeros([TILE, HEADS], tl.float32)
+    table_ptr += batch * table_strides[0]
+    k_ptr += kv_head * k_strides[1]
+    v_ptr += kv_head * v_strides[1]
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        acc, running_max, total = _tile(
+            acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
+            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            HEAD_DIM, VALUE_DIM, PAGE, TILE, SOFTCAP, ALIBI, False,
+        )  # fmt: skip
+    for start in tl.range(whole, end, TILE, num_stages=1):
+        acc, running_max, total = _tile(
+            acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
+            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            HEAD_DIM, VALUE_DIM, PAGE, TILE, SOFTCAP, ALIBI, True,
+        )  # fmt: skip
+    store_split(
+        acc * tl.load(v_scale_ptr + kv_head * v_scale_stride), running_max, tl.sum(total, 0),
+        batch, heads, valid, split, num_splits, begin < end, out_ptr, out_strides, stats_ptr,
+        partial_ptr, sinks_ptr, 0, VALUE_DIM, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Decode attention over rows that K and V share (MLA), in any page format, by 16-bit products.
+
+Codes and block scales multiply to at most six significant bits, so dequantized tiles are exact in
+bfloat16 and in float16; the tensor's own scale is applied to the products. The value part of a row
+is two tiles, so that the accumulators stay within the tile sizes that tensor cores take at once.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.decode_half import query_rows
+from kvq.kernels.softmax import NOTHING, advance, find_pages, logits, split_range, store_split
+
+SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal float16 numbers
+E2M1_IN_HALF = tl.constexpr(2.0**14)  # what a code is short of when its bits are put in a float16
+
+
+@triton.jit
+def _rows(
+    ptr, scales_ptr, base, offset, inside, FROM: tl.constexpr, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Dimensions FROM on of each token's row, [TILE, WIDTH] in DTYPE, zero past the row's end."""
+    d = FROM + tl.arange(0, WIDTH)
+    mask = inside[:, None] & (d < HEAD_DIM)[None, :]
+    CUT: tl.constexpr = MASKED or FROM + WIDTH > HEAD_DIM
+    if FORMAT == "nvfp4":
+        row = base + offset * HALF
+        packed = tl.load(ptr + row[:, None] + (d % HALF)[None, :], mask=mask, other=0)
+        packed = packed.to(tl.int16)
+        low = ((packed >> 2) & 8) | ((packed >> 4) & 4) | (packed & 3)
+        codes = tl.where((d < HALF)[None, :], low, ((packed >> 4) & 8) | ((packed >> 2) & 7))
+        values = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
+        scale_row = base + offset * (HALF // 8)
+        scale_ptrs = scales_ptr + scale_row[:, None] + (d // 16)[None, :]
+        scales = tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32)
+        x = values.to(tl.float32) * (scales * E2M1_IN_HALF)
+    else:
+        pointers = ptr + tl.multiple_of(base + offset * HEAD_DIM, 16)[:, None] + d[None, :]
+        if CUT:
+            x = tl.load(pointers, mask=mask, other=0.0)
+        else:
+            x = tl.load(pointers)
+        if FORMAT != "fp8_e4m3":
+            # through registers: Triton 3.6 gives wrong products where one tile in shared memory
+            # is an operand both as it is and transposed
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+            )
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _tile(
+    low_acc, high_acc, running_max, total, low_qt, high_qt, rest_qt, scale, slopes, softcap,
+    first, start, seq_len, k_ptr, k_scales_ptr, table_ptr, table_stride, page_stride,
+    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = low_qt.shape[0]
+    REST: tl.constexpr = rest_qt.shape[0]
+    DTYPE: tl.constexpr = low_qt.dtype
+    token = tl.arange(0, TILE)
+    position = start + token
+    # a page holds anything past the end, NaN too
+    inside = (position >= first) & (position < seq_len)
+    page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
+    base = page * page_stride
+    low = _rows(k_ptr, k_scales_ptr, base, offset, inside, 0, WIDTH, FORMAT, HEAD_DIM, HALF,
+                DTYPE, MASKED)  # fmt: skip
+    high = _rows(k_ptr, k_scales_ptr, base, offset, inside, WIDTH, WIDTH, FORMAT, HEAD_DIM, HALF,
+                 DTYPE, MASKED)  # fmt: skip
+    rest = _rows(k_ptr, k_scales_ptr, base, offset, inside, 2 * WIDTH, REST, FORMAT, HEAD_DIM,
+                 HALF, DTYPE, MASKED)  # fmt: skip
+    products = tl.dot(rest, rest_qt, tl.dot(high, high_qt, tl.dot(low, low_qt)))
+    x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
+    running_max, factor = advance(x, running_max)
+    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    total = total * factor[None, :] + p
+    weights = p.to(DTYPE)
+    low_acc = tl.dot(tl.trans(low), weights, low_acc * factor[None, :])
+    high_acc = tl.dot(tl.trans(high), weights, high_acc * factor[None, :])
+    return low_acc, high_acc, running_max, total
+
+
+@triton.jit
+def decode_shared(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, num_splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, FORMAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One split of HEADS query heads of one KV head of one request; V has no arguments of use."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    WIDTH: tl.constexpr = VALUE_DIM // 2
+    pid = tl.program_id(0).to(tl.int64)
+    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    split = tl.program_id(1)
+    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
+    valid, heads = member < GROUP, kv_head * GROUP + member
+    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
+    first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+
+    row, at = q_ptr + batch * q_strides[0], heads * q_strides[1]
+    low_qt = query_rows(row, at, valid, q_strides[2], 0, WIDTH, WIDTH)
+    high_qt = query_rows(row, at, valid, q_strides[2], WIDTH, VALUE_DIM, WIDTH)
+    rest_qt = query_rows(row, at, valid, q_strides[2], VALUE_DIM, HEAD_DIM, REST)
+    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
+    scale = tl.zeros([HEADS], tl.float32) + k_scale * softmax_scale
+    slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
+
+    low_acc = tl.zeros([WIDTH, HEADS], tl.float32)
+    high_acc = tl.zeros([WIDTH, HEADS], tl.float32)
+    running_max = tl.full([HEADS], NOTHING, tl.float32)
+    total = tl.zeros([TILE, HEADS], tl.float32)
+    table_ptr += batch * table_strides[0]
+    k_ptr += kv_head * k_strides[1]
+    k_scales_ptr = k_ptr
+    if FORMAT == "nvfp4":
+        k_scales_ptr = (k_ptr + PAGE * HALF).to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        low_acc, high_acc, running_max, total = _tile(
+            low_acc, high_acc, running_max, total, low_qt, high_qt, rest_qt, scale, slopes,
+            softcap, first, start, seq_len, k_ptr, k_scales_ptr, table_ptr, table_strides[1],
+            k_strides[0], FORMAT, HEAD_DIM, HALF, PAGE, TILE, SOFTCAP, ALIBI, False,
+        )  # fmt: skip
+    for start in tl.range(whole, end, TILE, num_stages=1):
+        low_acc, high_acc, running_max, total = _tile(
+            low_acc, high_acc, running_max, total, low_qt, high_qt, rest_qt, scale, slopes,
+            softcap, first, start, seq_len, k_ptr, k_scales_ptr, table_ptr, table_strides[1],
+            k_strides[0], FORMAT, HEAD_DIM, HALF, PAGE, TILE, SOFTCAP, ALIBI, True,
+        )  # fmt: skip
+    total = tl.sum(total, 0)
+    for part in tl.static_range(2):
+        acc = low_acc if part == 0 else high_acc
+        store_split(
+            acc * k_scale, running_max, total, batch, heads, valid, split, num_splits, begin < end,
+            out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, part * WIDTH,
+            (part + 1) * WIDTH, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+        )  # fmt: skip

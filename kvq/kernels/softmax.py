@@ -1,0 +1,136 @@
+"""The parts of decode attention that do not depend on how the cache is stored."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-1e30)  # below every logit; not -inf, so that differences are never NaN
+
+
+@triton.jit
+def split_range(seq_len, window, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First attended position, and the positions of one split: whole tiles but for the last."""
+    first = tl.maximum(seq_len - window, 0) if WINDOW else 0
+    first_tile = first // TILE
+    per_split = tl.cdiv(tl.cdiv(seq_len, TILE) - first_tile, num_splits)
+    begin = (first_tile + split * per_split) * TILE
+    return first, begin, tl.minimum(begin + per_split * TILE, seq_len)
+
+
+@triton.jit
+def listed(position, first, seq_len):
+    """Whether the 16 tokens around each position hold one that is attended to."""
+    return (position // 16 >= first // 16) & (position // 16 < tl.cdiv(seq_len, 16))
+
+
+@triton.jit
+def find_pages(table_ptr, stride, start, token, first, seq_len, PAGE: tl.constexpr,
+               TILE: tl.constexpr):  # fmt: skip
+    """Page, one for the tile or one for each token, and offset in it of positions start + token.
+
+    Sixteen tokens of a page stay together, also where only some of them are attended to: loads of V
+    are that wide. Entries of the table that belong to no such token are not followed.
+    """
+    if PAGE % TILE == 0:
+        page = tl.load(table_ptr + start // PAGE * stride)
+        offset = start % PAGE + token
+    else:
+        position = start + token
+        offset = position % PAGE
+        wanted = listed(position, first, seq_len)
+        page = tl.load(table_ptr + position // PAGE * stride, mask=wanted, other=0)
+    return page.to(tl.int64), offset
+
+
+@triton.jit
+def logits(products, scale, softcap, slopes, position, first, seq_len,
+           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Logits [TOKENS, HEADS] in powers of two, from the products with q."""
+    if not SOFTCAP and not ALIBI:
+        x = products * (scale * LOG2E)[None, :]
+    else:
+        x = products * scale[None, :]
+        if SOFTCAP:
+            x = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E / softcap))))
+        if ALIBI:
+            x += slopes[None, :] * (position - (seq_len - 1)).to(tl.float32)[:, None]
+        x *= LOG2E
+    if MASKED:
+        x = tl.where(((position >= first) & (position < seq_len))[:, None], x, NOTHING)
+    return x
+
+
+@triton.jit
+def advance(x, running_max):
+    """New running maximum of each head, and what the sums so far are multiplied by.
+
+    The maximum is rounded up to a whole power of two: sums of any split then differ by exact
+    factors, and rounding P to a float format does not depend on the split.
+    """
+    new_max = tl.maximum(running_max, tl.ceil(tl.max(x, 0)))
+    return new_max, tl.exp2(running_max - new_max)
+
+
+@triton.jit
+def with_sink(total, running_max, heads, valid, sinks_ptr, SHIFT: tl.constexpr):
+    """Add each head's sink, a logit without a value, to the sum of weights."""
+    sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0)
+    return total + tl.exp2(sink * LOG2E - running_max + SHIFT)
+
+
+@triton.jit
+def store_split(
+    acc, running_max, total, batch, heads, valid, split, num_splits, filled,
+    out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr,
+    FROM: tl.constexpr, TO: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Store dimensions FROM to TO of acc [WIDTH, HEADS], as output or as what to combine."""
+    width = FROM + tl.arange(0, acc.shape[0])
+    if not SPLIT:
+        if SINKS:
+            total = with_sink(total, running_max, heads, valid, sinks_ptr, SHIFT)
+        result = acc / tl.where(total == 0.0, 1.0, total)[None, :]
+        offsets = batch * out_strides[0] + heads * out_strides[1]
+        offsets = offsets[None, :] + (width * out_strides[2])[:, None]
+        inside = valid[None, :] & (width < TO)[:, None]
+        tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        row = (batch * HEADS + heads) * num_splits + split
+        tl.store(stats_ptr + row * 2, running_max, mask=valid)
+        tl.store(stats_ptr + row * 2 + 1, total, mask=valid)
+        offsets = (row * SIZE)[None, :] + width[:, None]
+        inside = (valid & filled)[None, :] & (width < TO)[:, None]
+        tl.store(partial_ptr + offsets, acc, mask=inside)
+
+
+@triton.jit
+def combine_splits(
+    out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, num_splits,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query head."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    split, width = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    stats = stats_ptr + (row * num_splits + split) * 2
+    maxima = tl.load(stats, mask=split < num_splits, other=NOTHING)
+    totals = tl.load(stats + 1, mask=split < num_splits, other=0.0)
+    largest = tl.max(maxima, 0)
+    total = tl.sum(totals * tl.exp2(maxima - largest), 0)
+    if SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + head) * LOG2E - largest + SHIFT)
+    acc = tl.zeros([WIDTH], tl.float32)
+    for begin in tl.static_range(0, PADDED, CHUNK):
+        split = begin + tl.arange(0, CHUNK)
+        stats = stats_ptr + (row * num_splits + split) * 2
+        maxima = tl.load(stats, mask=split < num_splits, other=NOTHING)
+        filled = maxima > NOTHING
+        inside = filled[:, None] & (width < SIZE)[None, :]
+        offsets = ((row * num_splits + split) * SIZE)[:, None] + width[None, :]
+        part = tl.load(partial_ptr + offsets, mask=inside, other=0.0)
+        acc += tl.sum(part * tl.exp2(maxima - largest)[:, None], 0)
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    offsets = batch * out_strides[0] + head * out_strides[1] + width * out_strides[2]
+    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=width < SIZE)
