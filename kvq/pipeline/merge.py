@@ -131,4 +131,5 @@ def _merged_layer(layers: Sequence[LayerStats]) -> LayerStats:
     amax = {
         name: reduce(np.maximum, [layer.amax[name] for layer in layers]) for name in layers[0].amax
     }
-    return replace(layers[0], amax=amax, tokens=sum(layer.tokens for layer in layers))
+    # `raised` counts the batches of one run; the runs have no order among them
+    return replace(layers[0], amax=amax, tokens=sum(one.tokens for one in layers), raised={})
