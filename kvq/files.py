@@ -102,14 +102,17 @@ def shorten(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def dump_json(value: Any) -> str:
-    """Return canonical JSON: sorted keys, two spaces, no NaN, one final newline."""
-    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+def dump_json(value: Any, *, sort: bool = True) -> str:
+    """Return canonical JSON: sorted keys, two spaces, no NaN, one final newline.
+
+    Without `sort` the keys keep their order, which means something in documents of other tools.
+    """
+    return json.dumps(value, indent=2, sort_keys=sort, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, sort: bool = True) -> None:
     """Write canonical JSON; same value, same bytes."""
-    path.write_text(dump_json(value), encoding="utf-8")
+    path.write_text(dump_json(value, sort=sort), encoding="utf-8")
 
 
 @contextmanager
@@ -151,7 +154,8 @@ def check_target(target: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) 
             code="output.invalid",
             hint="give the name of a folder that is neither a link nor the current one",
         )
-    for path in inputs:
+    given = list(inputs)
+    for path in given + [link for folder in given for link in _links(folder)]:
         if path.resolve().is_relative_to(target.resolve()):
             raise InputError(
                 f"the output `{target}` is or holds the input `{path}`",
@@ -181,6 +185,11 @@ def check_target(target: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) 
             code="output.foreign",
             hint="remove it yourself, or give another -o",
         )
+
+
+def _links(folder: Path) -> list[Path]:
+    """Return the symbolic links in a folder: what they point to is an input as well."""
+    return [path for path in folder.iterdir() if path.is_symlink()] if folder.is_dir() else []
 
 
 def recover_folder(target: Path) -> None:

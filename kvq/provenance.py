@@ -9,6 +9,8 @@ from kvq.errors import CheckpointError
 from kvq.files import parse_json
 from kvq.quantizers import KEY_PE, KV_C
 
+UNKNOWN = "unknown"  # weights: where scales came with no word about them
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -29,6 +31,12 @@ class Provenance:
     skip_layers: tuple[int, ...] = ()
     calibration: str | None = None
     exported_onto: str | None = None  # fingerprint of other weights, where that was asked for
+
+    @property
+    def weights(self) -> str | None:
+        """The fingerprint that the weights must have; None where nothing says."""
+        known = None if self.weight_fingerprint == UNKNOWN else self.weight_fingerprint
+        return self.exported_onto or known
 
     @property
     def constant(self) -> bool:

@@ -63,13 +63,14 @@ def export(
     from kvq.engines import get_engine
     from kvq.engines.base import EngineOptions
     from kvq.pipeline.convert import Wanted
-    from kvq.pipeline.export import ExportOptions, plan_export, plan_strip
+    from kvq.pipeline.export import ExportOptions, plan_export, plan_strip, record_unread
     from kvq.pipeline.judge import judge
     from kvq.pipeline.locate import locate
     from kvq.pipeline.verify import EngineQuestion
     from kvq.pipeline.write import check_output, write_export
 
-    engines = engine or ([] if strip else ["vllm"])
+    own = "sglang" if dialect == "sglang-json" else "vllm"
+    engines = engine or ([] if strip else [own])
     for name in engines:
         get_engine(name)
     if strip == (scales is not None):
@@ -77,6 +78,11 @@ def export(
             "give either --scales or --strip" if scales else "--scales is missing",
             code="option.scales",
             hint="--scales CALIBRATION writes scales, --strip removes them",
+        )
+    if strip and (kv_cfg or granularity or dialect != "auto" or for_other_weights or engine):
+        raise InputError(
+            "--strip takes no --kv-cfg, --granularity, --dialect, --for-other-weights or --for",
+            code="option.strip",
         )
     wanted = EngineOptions(platform=platform, tp=tp)
     root = locate(model)
@@ -89,7 +95,10 @@ def export(
         )
         plan = plan_export(root, scales, options)
     verdicts = judge(plan, open_checkpoint(root), engines, wanted, allow_unread=allow_unread)
+    plan = record_unread(plan, {v.engine: v.unread for v in verdicts if v.unread})
     notices = plan.notices + tuple(filter(None, (v.unread or v.unknown for v in verdicts)))
+    if "vllm" in engines and plan.scales is not None and plan.scales.granularity == "head":
+        notices += ("vLLM runs scales per head only with FlashAttention 3 on Hopper GPUs",)
     if not dry_run:
         question = EngineQuestion(engines, wanted)
         notices += write_export(plan, root, out, overwrite=overwrite, link=link, ask=question)
@@ -119,5 +128,3 @@ def _answer(plan: "ExportPlan", wrote: str) -> None:
         f"{wrote}: {count} {plan.scales.format} scales per {plan.scales.granularity} in {place}, "
         f"dialect {plan.dialect}"
     )
-    if plan.scales.granularity == "head":
-        console.warning("vLLM runs per-head scales only with FlashAttention 3 on Hopper GPUs")

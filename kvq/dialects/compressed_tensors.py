@@ -146,6 +146,15 @@ def _scheme(kind: str, strategy: str) -> dict[str, Any]:
 def _base_config(view: CheckpointView) -> dict[str, Any]:
     """Return the checkpoint's own configuration to extend, or that of an unquantized one."""
     base = view.quantization_config
+    if base is not None and str(base.get("quant_method")).startswith("modelopt"):
+        alone = not base.get("quant_algo") and "quantization" not in base
+        hint = "first `kvq export MODEL --strip -o BARE`, then export onto that" if alone else None
+        raise DialectError(
+            f"the checkpoint is quantized with `{base['quant_method']}`; scales in another dialect "
+            "would not be read",
+            code="dialect.base",
+            hint=hint or "leave --dialect out, to follow the checkpoint",
+        )
     if base is None:
         if (view.root / LEGACY_NAME).exists():
             raise other_method(f"modelopt (`{LEGACY_NAME}`)", "modelopt")

@@ -10,6 +10,7 @@ follow the first, TensorRT-LLM the second, so that both must say the same.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -57,12 +58,11 @@ class ModelOpt:
                 hint="--granularity tensor, or --dialect compressed-tensors",
             )
         documents = _documents(view, algorithm)
-        stored = round_up(scales, self.stored, view)
+        stored = round_up(without_query(scales), self.stored, view)
         tensors = {
             SPELLINGS[self.spelling].tensor(layer.attention, side): np.array(values[0], np.float32)
             for layer in stored.layers
             for side, values in layer.scales.items()
-            if side != "q"
         }
         losses = ("engines read no query scale in this dialect",) if scales.has_query else ()
         return DialectPlan(tensors, documents, stored, losses)
@@ -116,6 +116,19 @@ def _declared(config: Mapping[str, Any]) -> str | None:
             if place.get(key):
                 return _format(place[key])
     return None
+
+
+def without_query(scales: ScaleSet) -> ScaleSet:
+    """Return a scale set without the query's."""
+
+    def cache_only(sides: Mapping[str, Any]) -> dict[str, Any]:
+        return {side: value for side, value in sides.items() if side != "q"}
+
+    layers = tuple(
+        replace(one, scales=cache_only(one.scales), provenance=cache_only(one.provenance))
+        for one in scales.layers
+    )
+    return replace(scales, layers=layers)
 
 
 def round_up(scales: ScaleSet, stored: Any, view: CheckpointView) -> ScaleSet:

@@ -9,7 +9,7 @@ from kvq.configs import QuantConfig, get_config, with_granularity
 from kvq.errors import CheckpointError, DialectError
 from kvq.formats import get_format
 from kvq.geometry import Geometry
-from kvq.quantizers import QuantizerConfig
+from kvq.quantizers import QUERY, QuantizerConfig
 from kvq.scales import ScaleSet
 
 
@@ -108,6 +108,9 @@ def convert_scales(scales: ScaleSet, wanted: Wanted) -> ScaleSet:
             hint="give a calibration as --scales",
         )
 
+    if wanted.kv_cfg:
+        scales = _with_or_without_query(scales, wanted.kv_cfg)
+
     def convert(values: Iterable[float]) -> tuple[float, ...]:
         kept = list(values) if granularity == "head" else [max(values)]
         if source.scale_divisor == target.scale_divisor:
@@ -119,3 +122,26 @@ def convert_scales(scales: ScaleSet, wanted: Wanted) -> ScaleSet:
         for layer in scales.layers
     )
     return ScaleSet(target_format, granularity, layers)
+
+
+def _with_or_without_query(scales: ScaleSet, kv_cfg: str) -> ScaleSet:
+    """Return a set with the sides that a configuration has.
+
+    Raises:
+        DialectError: the configuration has the query, and the set does not.
+    """
+    wanted = any(entry.config and entry.matches(QUERY) for entry in get_config(kv_cfg))
+    if wanted and not scales.has_query:
+        raise DialectError(
+            f"`{kv_cfg}` has query scales, and the source of the scales has none",
+            code="scales.not_observed",
+            hint="calibrate the model with that configuration",
+        )
+    if wanted:
+        return scales
+    layers = tuple(
+        replace(one, scales={side: x for side, x in one.scales.items() if side != "q"},
+                provenance={side: x for side, x in one.provenance.items() if side != "q"})
+        for one in scales.layers
+    )  # fmt: skip
+    return replace(scales, layers=layers)

@@ -1,8 +1,10 @@
 """Plan an export: which scales go where, and what happens to every file of the source."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import kvq
 from kvq.checkpoint import CheckpointView, open_checkpoint, weight_fingerprint
@@ -15,6 +17,7 @@ from kvq.pipeline.convert import Wanted
 from kvq.pipeline.layout import declares_more, old_scales
 from kvq.pipeline.plan import ExportPlan, assemble
 from kvq.pipeline.scale_source import ScaleSource, read_source
+from kvq.provenance import UNKNOWN
 from kvq.scales import ScaleSet
 
 
@@ -63,6 +66,14 @@ def plan_export(model: Path, scales_path: Path, options: ExportOptions) -> Expor
     )  # fmt: skip
 
 
+def record_unread(plan: ExportPlan, unread: Mapping[str, str]) -> ExportPlan:
+    """Return a plan that records which engines would not use its scales, and why."""
+    if not unread or "kvq" not in plan.metadata:
+        return plan
+    record = {**json.loads(plan.metadata["kvq"]), "allowed_unread": dict(unread)}
+    return replace(plan, metadata={**plan.metadata, "kvq": _text(record)})
+
+
 def plan_strip(model: Path) -> ExportPlan:
     """Plan a copy without scales and their declarations; no other tensor changes.
 
@@ -84,10 +95,12 @@ def plan_strip(model: Path) -> ExportPlan:
 def _same_weights(source: ScaleSource, view: CheckpointView, options: ExportOptions) -> ScaleSource:
     """Refuse scales of other weights, or record that they were asked for."""
     found, expected = weight_fingerprint(view), source.weight_fingerprint
-    if expected is None:
+    if expected in (None, UNKNOWN):
         notice = "nothing says on which weights these scales were observed"
-        return replace(source, weight_fingerprint=found, notices=(*source.notices, notice))
-    if found == expected or source.record.get("exported_onto") == found:
+        return replace(source, weight_fingerprint=UNKNOWN, notices=(*source.notices, notice))
+    if found == expected:
+        return replace(source, record={**source.record, "exported_onto": None})
+    if source.record.get("exported_onto") == found:
         return source
     if not options.for_other_weights:
         raise CheckpointError(
@@ -133,5 +146,8 @@ def _metadata(source: ScaleSource, scales: ScaleSet, dialect: str) -> dict[str, 
         "status": {layer.attention: dict(layer.provenance) for layer in scales.layers},
         **source.record,
     }
-    text = json.dumps(provenance, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return {"format": "pt", "kvq": text}
+    return {"format": "pt", "kvq": _text(provenance)}
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)

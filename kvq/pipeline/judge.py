@@ -79,7 +79,10 @@ def judge(
 def _hint(plan: ExportPlan, engine: str) -> str:
     others = []
     if plan.dialect == "modelopt" and engine in ("vllm", "sglang", "transformers"):
-        others.append("--dialect compressed-tensors with --kv-cfg FP8_KV_CFG is what it reads")
+        config = plan.config.get("quantization_config") or {}
+        fp8 = "--kv-cfg FP8_KV_CFG"
+        alone = not config.get("quant_algo") and "quantization" not in config
+        others.append(f"{fp8} with --dialect compressed-tensors" if alone else f"{fp8} may be read")
     if plan.scales is not None and plan.scales.granularity == "head":
         others.append("--granularity tensor may be read")
     return "; ".join(
@@ -158,10 +161,13 @@ def _without(file: TensorFile, drop: Sequence[str]) -> TensorFile:
 
 
 def write_documents(plan: ExportPlan, folder: Path) -> None:
-    """Write a plan's JSON files, its index among them."""
+    """Write a plan's JSON files, its index among them.
+
+    Those of the source keep their order: the first group of compressed-tensors that matches wins.
+    """
     for name, document in plan.documents.items():
         if document is not None:
-            write_json(folder / name, document)
+            write_json(folder / name, document, sort=False)
     if plan.weight_map is not None:
-        index = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(plan.weight_map)}
+        index = {"metadata": dict(plan.index_metadata), "weight_map": dict(plan.weight_map)}
         write_json(folder / INDEX_NAME, index)

@@ -18,12 +18,32 @@ _OTHER_WEIGHTS = re.compile(
 )
 
 
+_SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point",
+             ".q_zero_point", ".k_proj.k_bias", ".v_proj.v_bias")  # fmt: skip
+
+
 def old_scales(view: CheckpointView, geometry: Geometry) -> set[str]:
-    """Return the names of all scales of a cache, and of their zero points."""
-    suffixes = (".k_scale", ".v_scale", ".q_scale", ".kv_scale",
-                ".k_zero_point", ".v_zero_point", ".q_zero_point")  # fmt: skip
-    named = {name for name in view.tensors if name.endswith(suffixes)}
+    """Return the names of all scales of a cache, and of their zero points and affine biases.
+
+    A tensor that is only called like one, outside of attention and with many numbers, is a
+    parameter of the model.
+    """
+    attentions = (*(layer.attention for layer in geometry.layers), *geometry.drafts)
+    inside = tuple(f"{path}." for path in attentions)
+    named = {
+        name
+        for name in view.tensors
+        if name.endswith(_SUFFIXES) and (name.startswith(inside) or view.tensors[name].numel == 1)
+    }
     return named | {scale.tensor for scale in find(view, geometry).all}
+
+
+def index_metadata(view: CheckpointView) -> dict[str, Any]:
+    """Return what a checkpoint's index says beside its map, empty where there is no index."""
+    if view.weight_map is None:
+        return {}
+    found = read_json(view.root / INDEX_NAME).get("metadata")
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def draft_scales(view: CheckpointView, geometry: Geometry) -> set[str]:

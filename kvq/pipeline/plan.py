@@ -10,7 +10,14 @@ from kvq.checkpoint import CONFIG_NAME, SINGLE_NAME, CheckpointView
 from kvq.dialects.base import DialectPlan, Documents
 from kvq.errors import CheckpointError
 from kvq.geometry import Geometry
-from kvq.pipeline.layout import draft_scales, left_behind, old_scales, shard_name, side_files
+from kvq.pipeline.layout import (
+    draft_scales,
+    index_metadata,
+    left_behind,
+    old_scales,
+    shard_name,
+    side_files,
+)
 from kvq.scales import ScaleSet
 
 
@@ -39,7 +46,7 @@ class ExportPlan:
     documents: Documents
     config: Mapping[str, Any]
     weight_map: Mapping[str, str] | None
-    total_size: int
+    index_metadata: Mapping[str, Any]
     side_files: tuple[str, ...]
     notices: tuple[str, ...]
     dialect: str | None
@@ -106,9 +113,6 @@ def assemble(
     sizes = sum(info.end - info.start for name, info in view.tensors.items() if name in weight_map)
     if scale_shard:
         weight_map |= dict.fromkeys(written.tensors, scale_shard)
-    replaced = (
-        f"{len(old)} scale tensors of the source are {'replaced' if scale_shard else 'removed'}"
-    )
     documents = {name: found for name, found in written.documents.items() if found is not None}
     return ExportPlan(
         shards=shards,
@@ -118,9 +122,15 @@ def assemble(
         documents=documents,
         config=documents.get(CONFIG_NAME, view.config),
         weight_map=weight_map if count > 1 else None,
-        total_size=sizes + sum(t.nbytes for t in written.tensors.values()),
+        index_metadata={
+            **index_metadata(view),
+            "total_size": sizes + sum(t.nbytes for t in written.tensors.values()),
+        },
         side_files=side_files(view, written.documents, carry),
-        notices=(*left_behind(view, written.documents, carry), *((replaced,) if old else ())),
+        notices=(
+            *left_behind(view, written.documents, carry),
+            *_replaced(view, geometry, old, written),
+        ),
         dialect=None,
     )
 
@@ -133,3 +143,14 @@ def _indexed(view: CheckpointView, name: str) -> str:
 
 def _strips(written: DialectPlan) -> bool:
     return not written.stored.layers
+
+
+def _replaced(
+    view: CheckpointView, geometry: Geometry, old: set[str], written: DialectPlan
+) -> list[str]:
+    """Say what becomes of the source's own scales."""
+    verb = "replaced" if written.tensors else "removed"
+    words = [f"{len(old)} scale tensors of the source are {verb}"] if old else []
+    if written.tensors and old & draft_scales(view, geometry):
+        words.append("scales of draft layers are removed: per tensor, beside others per head")
+    return words

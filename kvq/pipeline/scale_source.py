@@ -1,6 +1,6 @@
 """Where the scales of an export come from: a calibration, another checkpoint, or a JSON file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,15 @@ from kvq.dialects.documents import LEGACY_NAME
 from kvq.dialects.modelopt import declared_formats
 from kvq.errors import CheckpointError, InputError
 from kvq.formats import get_format
-from kvq.geometry import Geometry, LayerGeometry, read_geometry
+from kvq.geometry import Geometry, read_geometry
 from kvq.pipeline.convert import Wanted, check_complete, check_lengths, convert_scales
 from kvq.pipeline.reference import json_scales
+from kvq.pipeline.source_checks import (
+    check_heads,
+    check_paths,
+    check_same_model,
+    check_unambiguous,
+)
 from kvq.provenance import Provenance, read_provenance
 from kvq.quantizers import QUERY, QuantizerConfig
 from kvq.scales import LayerScales, ScaleSet, compute_scales, layer_scales
@@ -77,55 +83,6 @@ def _from_calibration(calibration: Calibration, wanted: Wanted, geometry: Geomet
     )  # fmt: skip
 
 
-def check_same_model(calibration: Calibration, geometry: Geometry) -> None:
-    """Refuse a calibration of another architecture, or of other layers or heads.
-
-    Raises:
-        CheckpointError: with what differs.
-    """
-    if calibration.model["architecture"] != geometry.architecture:
-        raise CheckpointError(
-            f"the calibration is of `{calibration.model['architecture']}`, "
-            f"the checkpoint is `{geometry.architecture}`",
-            code="export.architecture",
-            hint="calibrate this model",
-        )
-    _check_paths([layer.attention for layer in calibration.layers], geometry, "calibration")
-    for layer, stats in zip(geometry.layers, calibration.layers, strict=True):
-        if {*stats.amax} - {QUERY} != {*layer.quantizers} - {QUERY}:
-            raise CheckpointError(
-                f"layer {layer.layer_idx} has statistics of {sorted(stats.amax)}, the checkpoint "
-                f"caches {sorted(name for name, _ in layer.cached)}",
-                code="export.quantizers",
-                hint="calibrate this model",
-            )
-        _check_heads(layer, stats.amax)
-
-
-def _check_heads(layer: LayerGeometry, found: Mapping[str, np.ndarray]) -> None:
-    for quantizer, amax in found.items():
-        heads = layer.num_attention_heads if quantizer == QUERY else layer.num_key_value_heads
-        if amax.size != heads:
-            raise CheckpointError(
-                f"`{quantizer}` of layer {layer.layer_idx} has statistics of {amax.size} heads, "
-                f"the checkpoint has {heads}",
-                code="export.heads",
-                hint="calibrate this model",
-            )
-
-
-def _check_paths(paths: Sequence[str], geometry: Geometry, what: str) -> None:
-    wanted = [layer.attention for layer in geometry.layers]
-    if list(paths) != wanted:
-        first, other = (f"`{found[0]}`" if found else "none" for found in (paths, wanted))
-        raise CheckpointError(
-            f"the {what} holds {len(paths)} layers, first {first}; the checkpoint has "
-            f"{len(wanted)}, first {other}",
-            code="export.layers",
-            hint="calibrate this model",
-        )
-
-
 def _from_checkpoint(path: Path, wanted: Wanted, geometry: Geometry) -> ScaleSource:
     source = open_checkpoint(path)
     if not source.config:
@@ -134,23 +91,44 @@ def _from_checkpoint(path: Path, wanted: Wanted, geometry: Geometry) -> ScaleSou
             code="scales.not_folder",
         )
     own = read_geometry(source.config, source.tensors)
-    _check_paths([layer.attention for layer in own.layers], geometry, "source of the scales")
+    check_paths([layer.attention for layer in own.layers], geometry, "source of the scales")
     found = find(source, own)
+    check_unambiguous(source, own, found, path.name)
     scales = read_scales(source, own, found)
     check_complete(scales, path.name)
+    check_lengths(scales, own, path.name)
     provenance = read_provenance(source, [scale.tensor for scale in found.scales])
     if provenance is not None and provenance.amax:
         return _from_provenance(scales, provenance, wanted, own)
     scales = replace(scales, format=_stored_format(source, scales, provenance, wanted))
-    fingerprint = weight_fingerprint(source)
+    fingerprint = provenance.weight_fingerprint if provenance else weight_fingerprint(source)
     legacy = sorted({x.tensor for x in found.scales if x.spelling in ("single", "native-single")})
     notices = (
         (f"{len(legacy)} single scales, as `{legacy[0]}`, stand for K and V alike",)
         if legacy
         else ()
     )
-    record = {"skip_layers": list(provenance.skip_layers)} if provenance else {}
-    return ScaleSource(convert_scales(scales, wanted), fingerprint, record, notices=notices)
+    attention_class, record = None, {}
+    if provenance is not None:
+        scales = _with_status(scales, provenance)
+        attention_class = provenance.attention_class
+        record = {
+            "skip_layers": list(provenance.skip_layers),
+            "exported_onto": provenance.exported_onto,
+        }
+    converted = convert_scales(scales, wanted)
+    return ScaleSource(converted, fingerprint, record, attention_class, notices=notices)
+
+
+def _with_status(scales: ScaleSet, provenance: Provenance) -> ScaleSet:
+    """Return the set with what was recorded of each scale's origin."""
+    return replace(scales, layers=tuple(
+        replace(one, provenance={
+            side: provenance.status.get(one.attention, {}).get(side, word)
+            for side, word in one.provenance.items()
+        })
+        for one in scales.layers
+    ))  # fmt: skip
 
 
 def _stored_format(
@@ -200,7 +178,7 @@ def _from_provenance(
                 f"the record of the scales lacks amax of layer {layer.layer_idx}",
                 code="provenance.damaged",
             )
-        _check_heads(layer, amax)
+        check_heads(layer, amax)
         tokens = provenance.tokens.get(layer.attention, 0)
         layers.append(LayerStats(layer.layer_idx, layer.attention, amax, tokens, layer.shared_from))
     _check_follows(layer_scales(layers, same, provenance.margin), scales, provenance)
@@ -213,10 +191,8 @@ def _from_provenance(
         "skip_layers": list(provenance.skip_layers),
         "amax": dict(provenance.amax),
         "tokens": dict(provenance.tokens),
-        "exported_onto": provenance.exported_onto,
+        "exported_onto": provenance.exported_onto,  # asked for once, it holds for these weights
     }
-    if provenance.exported_onto is not None:  # asked for once, it holds for these weights
-        record["exported_onto"] = provenance.exported_onto
     return ScaleSource(
         computed, provenance.weight_fingerprint, record, provenance.attention_class,
         tuple(provenance.skip_layers),

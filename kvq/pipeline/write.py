@@ -46,7 +46,33 @@ def write_export(
 
     Raises:
         DialectError: what was written does not read back as planned, or does not verify.
+        InputError: the file system refuses.
     """
+    try:
+        used = _apply(plan, model, target, overwrite=overwrite, link=link, ask=ask)
+    except OSError as error:
+        where = error.filename2 or error.filename or target
+        raise InputError(
+            f"cannot write `{where}`: {error.strerror}",
+            code="output.write",
+            hint="--link auto copies where links are not possible"
+            if link in ("hard", "symbolic")
+            else "free space, or give another -o",
+        ) from error
+    notices = {
+        "hard": "weight shards are hard links: source and result share their bytes (--link copy "
+        "to part)",
+        "copy": "weight shards were copied: the file system takes no links from the source",
+    }
+    chosen = used - {"copy"} if link == "copy" else used
+    return tuple(words for kind, words in notices.items() if kind in chosen)
+
+
+def _apply(
+    plan: ExportPlan, model: Path, target: Path, *, overwrite: bool, link: str,
+    ask: EngineQuestion | None,
+) -> set[str]:  # fmt: skip
+    """Write the folder; returns the kinds of links that were made."""
     view = open_checkpoint(model)
     used: set[str] = set()
     with new_folder(target, overwrite=overwrite) as folder:
@@ -61,10 +87,7 @@ def write_export(
         for name in plan.side_files:
             shutil.copyfile(model / name, folder / name)
         _reread(folder, plan, ask)
-    aliased = (
-        "weight shards are hard links: source and result share their bytes (--link copy to part)"
-    )
-    return (aliased,) if "hard" in used else ()
+    return used
 
 
 def _place(source: Path, target: Path, link: str) -> str:

@@ -126,11 +126,16 @@ def test_every_spelling_is_repaired_on_a_base_of_another_dialect(dense, tmp_path
     assert run(["verify", str(tmp_path / "new"), "--engine", "vllm", *dtype]) == 0
 
 
-def test_two_spellings_of_different_values_leave_one_and_say_so(dense, tmp_path, capfd):
-    both = old_scales("attention") | {n: a * 2 for n, a in old_scales("output").items()}
+@pytest.mark.parametrize("factor", [1, 2])
+def test_two_spellings_leave_one_where_they_agree(dense, tmp_path, capfd, factor):
+    both = old_scales("attention") | {n: a * factor for n, a in old_scales("output").items()}
     source = old_checkpoint(dense, tmp_path / "old", both)
-    export(source, "--scales", source, "-o", tmp_path / "new")
-    assert "8 scale tensors of the source are replaced" in capfd.readouterr().err
+    export(source, "--scales", source, "-o", tmp_path / "new", code=0 if factor == 1 else 2)
+    said = capfd.readouterr().err
+    if factor == 2:
+        assert "has two scales of one layer that differ" in said
+        return
+    assert "8 scale tensors of the source are replaced" in said
     assert by_side(read(tmp_path / "new")) == {key: [f32(x)] for key, x in HELD.items()}
     assert not tensors(tmp_path / "new").keys() & old_scales("output").keys()
 
