@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -100,4 +100,5 @@ class Saver:
                 raise KeyboardInterrupt
             return
         self._stopped_by, self._stopped_at = number, time.monotonic()
-        self.notify(f"{signal.Signals(number).name}: stopping after this batch.")
+        with suppress(RuntimeError):  # the signal came while something was being written
+            self.notify(f"{signal.Signals(number).name}: stopping after this batch.")

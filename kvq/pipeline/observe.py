@@ -104,11 +104,18 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
 
 def _streamed(job: Job, run: Session, progress: Progress | None) -> Outcome | None:
     """Stream where that is asked for or needed; None where the model has to be loaded whole."""
+    outcome = None
+    if job.options.device_map is None and not (run.state and run.state.mode == "memory"):
+        outcome = _streamed_if_needed(job, run, progress)
+    if outcome is None and job.options.memory_budget is not None:
+        run.notify("--memory-budget changes nothing: the whole model is in memory.")
+    return outcome
+
+
+def _streamed_if_needed(job: Job, run: Session, progress: Progress | None) -> Outcome | None:
     from kvq.calibration.memory import FULL, available_bytes, weight_bytes
     from kvq.calibration.streaming.errors import NotStreamable
 
-    if job.options.device_map is not None or (run.state and run.state.mode == "memory"):
-        return None
     needed, there = weight_bytes(job.view, job.options.dtype), available_bytes(job.device)
     if job.device.type == "cpu":
         there //= job.ranks.local_world

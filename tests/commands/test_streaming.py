@@ -204,6 +204,19 @@ def test_a_bad_memory_budget_is_refused(kvq, checkpoints, rows, tmp_path, text):
     assert (result.code, result.json["error"]["code"]) == (2, "option.memory_budget")
 
 
+def test_a_memory_budget_without_streaming_is_said_to_change_nothing(calibrate, checkpoints):
+    result, _ = calibrate(checkpoints("llama"), "--memory-budget", "1GiB")
+    assert "--memory-budget changes nothing: the whole model is in memory." in result.err
+
+
+def test_a_model_that_looks_at_the_device_of_its_tower_is_not_streamed(calibrate, tmp_path):
+    zoo.tiny_model("image-text", "idefics3").save_pretrained(tmp_path / "model")
+    _, expected = calibrate(tmp_path / "model")
+    result, found = calibrate(tmp_path / "model", "--streaming")
+    assert "Not streamed, since what it computes before its layers takes weights" in result.err
+    assert found == expected
+
+
 @pytest.mark.real_model
 def test_the_real_model_streams_to_the_same_bytes(kvq, smollm2, tmp_path):
     argv = ["--num-samples", 3, "--seq-len", 96]

@@ -193,8 +193,10 @@ class Caller:
                 )
             self._reached = True
             states: Any = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(states, Tensor) or states.device.type == "meta":
+            if not isinstance(states, Tensor):
                 raise NotStreamable(f"layer {number} gets no hidden states first")
+            if states.device.type == "meta":
+                raise NotStreamable("what it computes before its layers takes weights of others")
             if number == 0:
                 calls.states = states
             elif states is not returned:
