@@ -20,8 +20,8 @@ SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 class Context:
     """What the rules look at; `values` holds the scales that could be decoded.
 
-    `reference` maps (attention, side) to expected values, as the dialect stores them; what it names
-    beyond the checkpoint's layers stands in `strangers`.
+    `reference` maps (attention, side) to expected values, not rounded; what it names beyond the
+    checkpoint's layers stands in `strangers`.
     """
 
     view: CheckpointView
