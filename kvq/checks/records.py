@@ -26,8 +26,8 @@ def recorded_scales_are_there(context: Context) -> Iterator[Finding]:
         if "q" in sides and (attention, "q") not in context.by_side and attention in layers:
             yield Finding(
                 "provenance.lost", "error",
-                f"layer {layers[attention]} had a q scale when it was exported: attention that "
-                "quantizes queries uses 1.0 now",
+                "there was a q scale when this was exported: attention that quantizes queries uses "
+                "1.0 now",
                 layers[attention], context.name(attention, "q"), expected="a scale tensor",
                 found="none", fix="`kvq export` again, from the calibration",
             )  # fmt: skip

@@ -24,8 +24,7 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
             if (layer.attention, side) not in context.by_side:
                 yield Finding(
                     "scale.missing", "error",
-                    f"layer {layer.layer_idx} has no {side} scale under its name: an engine "
-                    "that finds none uses 1.0",
+                    f"there is no {side} scale under its name: an engine that finds none uses 1.0",
                     layer.layer_idx, context.name(layer.attention, side),
                     expected="a scale tensor", found="none",
                     fix=_EXPORT,
@@ -142,7 +141,7 @@ def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
     for layer in context.geometry.layers:
         if have and layer.attention not in have:
             yield Finding(
-                "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
+                "scale.missing", "error", "there is no q scale, and other layers have one",
                 layer.layer_idx, context.name(layer.attention, "q"),
                 expected="a scale tensor", found="none", fix=_EXPORT,
             )  # fmt: skip
