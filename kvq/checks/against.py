@@ -22,6 +22,7 @@ def matches_reference(context: Context) -> Iterator[Finding]:
         yield Finding(
             "reference.differs", "error", f"`{name}` of the reference is no scale of this model",
             tensor=name, expected="a scale of one of its layers", found="none",
+            fix="compare with a reference of this model, or take the name out of it",
         )  # fmt: skip
     layers = {layer.attention: layer.layer_idx for layer in context.geometry.layers}
     for attention, side in sorted(context.reference.keys() | context.by_side.keys()):

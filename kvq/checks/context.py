@@ -66,32 +66,27 @@ class Rule:
         dialect: the one dialect that it speaks of; None for all.
         spelling: whether it asks for names and declarations that fit the dialect. Where an engine
             is asked, its reading says what becomes of others.
-        beside_engine: whether it asks for what a reading cannot say, and is covered by rules of
-            spelling where no engine is asked.
     """
 
     check: Check
     dialect: str | None = None
     spelling: bool = False
-    beside_engine: bool = False
 
     def applies(self, dialect: str, *, engine_asked: bool) -> bool:
         """Whether it is asked of a checkpoint in a dialect."""
         if self.dialect not in (None, dialect):
             return False
-        return not self.spelling if engine_asked else not self.beside_engine
+        return not (self.spelling and engine_asked)
 
 
 RULES: list[Rule] = []
 
 
-def rule(
-    *, dialect: str | None = None, spelling: bool = False, beside_engine: bool = False
-) -> Callable[[Check], Check]:
+def rule(*, dialect: str | None = None, spelling: bool = False) -> Callable[[Check], Check]:
     """Register a rule."""
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(check, dialect, spelling, beside_engine))
+        RULES.append(Rule(check, dialect, spelling))
         return check
 
     return register

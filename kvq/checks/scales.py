@@ -9,6 +9,7 @@ import numpy as np
 from kvq.checks.context import SUFFIXES, Context, file_of, rule
 from kvq.checks.findings import Finding
 from kvq.checks.recorded import status_of, vouched
+from kvq.checks.spelled import conflicts, crossed
 from kvq.dialects.spellings import SPELLINGS
 
 SMALLEST, LARGEST = 1e-6, 1e3
@@ -101,6 +102,7 @@ _AFFINE = ("_proj.k_bias", "_proj.v_bias")  # ModelOpt's zero points
 def no_stray_scales(context: Context) -> Iterator[Finding]:
     """Every scale tensor belongs to a layer with a KV cache, and has one name."""
     known = {scale.tensor for scale in context.scales + context.drafts}
+    known |= {other.tensor for other, _ in conflicts(context)} | crossed(context).keys()
     second = {scale.tensor: scale for scale in context.found.others}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
@@ -112,12 +114,14 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
         )
         if suspect and tensor not in known and not _zero(context, tensor, leaf):
             message = f"`{tensor}` is no scale that engines take from this layer"
+            expected = f"`{context.name('<attention>', 'k')}` and the like"
             if tensor in second:
                 first = context.by_side[second[tensor].attention, second[tensor].side].tensor
                 message = f"`{tensor}` stands beside `{first}`: which one is used differs"
+                expected = f"`{first}` alone"
             yield Finding(
                 "scale.stray", "error", message, tensor=tensor, file=file_of(context, tensor),
-                expected=f"`{context.name('<attention>', 'k')}` and the like", found=tensor,
+                expected=expected, found=tensor,
                 fix="`kvq export --strip`, then `kvq export` with the model's calibration",
             )  # fmt: skip
 

@@ -152,5 +152,10 @@ def _read_values(
         try:
             values[name] = view.read(name)
         except CheckpointError as error:
-            findings.append(Finding("scale.unreadable", "error", str(error), tensor=name))
+            findings.append(
+                Finding(
+                    "scale.unreadable", "error", str(error), tensor=name,
+                    fix="`kvq export` with the model's calibration, which writes F32",
+                )
+            )  # fmt: skip
     return values, findings

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.engines.quantization import FLAT
+from tests.engines.quantization import CT, FLAT
 from tests.engines.tensors import NAMES, scales
 from tests.exports import up_to_bf16
 
@@ -43,3 +43,15 @@ def test_another_neighbour_in_the_models_dtype_differs(verify, variant, tmp_path
                    scales_file(tmp_path, EXACT))  # fmt: skip
     assert found.errors == {"reference.differs"}
     assert len(found.findings) == len(EXACT)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_two_names_with_two_values_are_a_conflict_with_both(verify, variant, engine):
+    k, v = NAMES["modelopt"]
+    other = scales(k, v, scale=1.5)
+    found = verify(variant(scales() | other, CT), engine)
+    conflicts = [finding for finding in found.findings if finding["code"] == "scale.conflict"]
+    assert {finding["tensor"] for finding in conflicts} == set(other)
+    assert "scale.stray" not in found.codes
+    for finding in conflicts:
+        assert finding["found"] == str(other[finding["tensor"]].tolist())
