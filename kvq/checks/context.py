@@ -9,6 +9,7 @@ import numpy as np
 from kvq.checkpoint import CheckpointView
 from kvq.checks.findings import Finding
 from kvq.dialects.base import Dialect
+from kvq.dialects.sglang_json import FILE_NAME
 from kvq.dialects.spellings import SPELLINGS, FoundScale, FoundScales
 from kvq.geometry import Geometry
 from kvq.provenance import Provenance
@@ -48,6 +49,13 @@ class Context:
     def by_side(self) -> Mapping[tuple[str, str], FoundScale]:
         """Scales by attention module and side."""
         return {(scale.attention, scale.side): scale for scale in self.scales}
+
+    @cached_property
+    def elsewhere(self) -> str:
+        """Words on the file for SGLang's option, where all scales there are stand in it."""
+        if self.scales or not (self.view.root / FILE_NAME).is_file():
+            return ""
+        return f" (`{FILE_NAME}` is read by SGLang's --quantization-param-path alone)"
 
     def name(self, attention: str, side: str) -> str:
         """Return the name that a scale has in the checkpoint's dialect."""

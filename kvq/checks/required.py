@@ -12,7 +12,7 @@ def _kv_scales(context: Context) -> Iterator[Finding]:
         yield Finding(
             "require.kv_scales", "error",
             "the checkpoint has no KV scales: a quantized cache would run at scale 1.0 in all "
-            f"{len(context.geometry.layers)} layers",
+            f"{len(context.geometry.layers)} layers{context.elsewhere}",
             expected="scales of keys and values", found="none",
             fix="`kvq calibrate` the model, then `kvq export`",
         )  # fmt: skip

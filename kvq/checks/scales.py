@@ -25,7 +25,8 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
             if (layer.attention, side) not in context.by_side:
                 yield Finding(
                     "scale.missing", "error",
-                    f"there is no {side} scale under its name: an engine that finds none uses 1.0",
+                    f"there is no {side} scale under its name: an engine that finds none uses 1.0"
+                    f"{context.elsewhere}",
                     layer.layer_idx, context.name(layer.attention, side),
                     expected="a scale tensor", found="none",
                     fix=_EXPORT,

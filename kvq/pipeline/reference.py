@@ -50,6 +50,12 @@ def read_reference(path: Path, compared: Compared) -> Reference:
     Raises:
         KvqError: the reference cannot be read, or belongs to another architecture.
     """
+    if not path.exists():
+        raise InputError(
+            f"the reference `{path}` does not exist",
+            code="reference.missing",
+            hint="--against takes a calibration, a checkpoint folder or a JSON file of scales",
+        )
     if path.is_file() and path.suffix == ".json":
         found = Reference(*json_scales(path, compared.view.config, compared.geometry))
     elif path.is_dir() and is_calibration(path):

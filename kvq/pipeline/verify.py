@@ -20,6 +20,7 @@ from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import CheckpointError, InputError
 from kvq.geometry import Geometry, read_geometry
+from kvq.pipeline.locate import refuse_calibration
 from kvq.pipeline.probe import live_findings, probe
 from kvq.pipeline.reference import Compared, read_reference
 from kvq.provenance import Provenance, read_provenance
@@ -77,6 +78,7 @@ def verify(
             f"unknown --require `{unknown[0]}`; known: {', '.join(REQUIREMENTS)}",
             code="option.require",
         )
+    refuse_calibration(path)
     view = open_checkpoint(path)
     if not view.config:
         raise InputError(
