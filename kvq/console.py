@@ -5,13 +5,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvq import reporting
 from kvq.errors import KvqError
 
 if TYPE_CHECKING:
-    from kvq.checks.findings import Finding, Report
+    from kvq.checks.findings import Report
     from kvq.engines.base import EngineReading
     from kvq.pipeline.inspect import LayerRow
 
@@ -174,82 +174,7 @@ def report(found: "Report", *, form: str, strict: bool) -> None:
     if form == "json":
         document(found.to_json(strict=strict))
     elif form == "junit":
-        answer(_junit(found))
+        answer(reporting.junit(found, strict=strict))
     else:
-        for finding, layers in _by_layers(found.findings):
-            line = _human_line(finding, layers)
-            answer(_github_line(finding, line) if form == "github" else line)
-        errors = sum(f.severity == "error" for f in found.findings)
-        warnings = len(found.findings) - errors
-        for reading in found.readings:
-            answer(_reading_line(reading))
-        verdict = "holds" if found.ok(strict=strict) else "does not hold"
-        answer(
-            f"{verdict}: {errors} errors, {warnings} warnings; "
-            f"{found.checks} rules over {found.layers} layers"
-        )
-
-
-def _reading_line(reading: "EngineReading") -> str:
-    used = sum(side.tensor is not None for layer in reading.layers for side in (layer.k, layer.v))
-    return (
-        f"{reading.engine} {reading.version}, {reading.options}: "
-        f"cache {reading.cache_dtype or 'unknown'}, {used} of {2 * len(reading.layers)} scales "
-        "from the checkpoint"
-    )
-
-
-def _by_layers(findings: Iterable["Finding"]) -> list[tuple["Finding", list[int]]]:
-    """Return findings with their layers; those that differ in the layer alone stand together."""
-    groups: dict[Finding, list[int]] = {}
-    for finding in findings:
-        layers = groups.setdefault(replace(finding, layer_idx=None, tensor=None), [])
-        if finding.layer_idx is not None:
-            layers.append(finding.layer_idx)
-    return list(groups.items())
-
-
-def _layers(numbers: list[int]) -> str:
-    """Return `layer 3: ` or `layers 0-2, 7: `, nothing for none."""
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and number in (ranges[-1][1], ranges[-1][1] + 1):
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
-    many = len(shown) > 1 or "-" in "".join(shown)
-    return f"layer{'s' if many else ''} {', '.join(shown)}: " if shown else ""
-
-
-def _human_line(finding: "Finding", layers: list[int]) -> str:
-    where = _layers(layers)
-    detail = ""
-    if finding.expected or finding.found:
-        detail = f" (expected {finding.expected}, found {finding.found})"
-    file = f" in {finding.file}" if finding.file else ""
-    fix = f"; fix: {finding.fix}" if finding.fix else ""
-    return f"{finding.severity} [{finding.code}] {where}{finding.message}{file}{detail}{fix}"
-
-
-def _github_line(finding: "Finding", line: str) -> str:
-    escaped = line.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::{finding.severity} title={finding.code}::{escaped}"
-
-
-def _junit(found: "Report") -> str:
-    from xml.etree import ElementTree
-
-    suite = ElementTree.Element(
-        "testsuite", name="kvq verify", tests=str(max(1, len(found.findings))),
-        failures=str(len(found.findings)),
-    )  # fmt: skip
-    for finding in found.findings:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=finding.code, name=finding.tensor or finding.code
-        )
-        layers = [] if finding.layer_idx is None else [finding.layer_idx]
-        ElementTree.SubElement(case, "failure", message=_human_line(finding, layers))
-    if not found.findings:
-        ElementTree.SubElement(suite, "testcase", classname="kvq", name="verify")
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+        for line in reporting.lines(found, github=form == "github", strict=strict):
+            answer(line)

@@ -16,6 +16,7 @@ LAYERS = [  # a module may import from its own layer and from those below
     {"dialects", "engines", "calibration", "kernels", "reference"},
     {"checks"},
     {"pipeline"},
+    {"reporting"},
     {"console"},
     {"commands"},
     {"cli", "__main__"},

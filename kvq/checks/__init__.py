@@ -5,6 +5,7 @@ one, write the function with the decorator `rule()` in the module of its subject
 """
 
 from kvq.checks import (
+    against,
     configuration,
     heads,
     layers,
@@ -18,6 +19,7 @@ from kvq.checks import (
 from kvq.checks.context import rules_for
 
 __all__ = [
+    "against",
     "configuration",
     "heads",
     "layers",

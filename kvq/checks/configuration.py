@@ -83,6 +83,7 @@ def _scheme_findings(
         yield Finding(
             "config.int8", "warning", "the cache is INT8: transformers alone runs it so",
             file="config.json", expected="float", found="int",
+            fix="serve with transformers, or `kvq export --kv-cfg FP8_KV_CFG` for other engines",
         )  # fmt: skip
         del wanted["type"]
     for key, expected in wanted.items():

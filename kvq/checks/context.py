@@ -9,6 +9,7 @@ import numpy as np
 from kvq.checkpoint import CheckpointView
 from kvq.checks.findings import Finding
 from kvq.dialects.base import Dialect
+from kvq.dialects.sglang_json import FILE_NAME
 from kvq.dialects.spellings import SPELLINGS, FoundScale, FoundScales
 from kvq.geometry import Geometry
 from kvq.provenance import Provenance
@@ -20,8 +21,8 @@ SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 class Context:
     """What the rules look at; `values` holds the scales that could be decoded.
 
-    `reference` maps (attention, side) to expected values, as the dialect stores them; what it names
-    beyond the checkpoint's layers stands in `strangers`.
+    `reference` maps (attention, side) to expected values, not rounded; what it names beyond the
+    checkpoint's layers stands in `strangers`.
     """
 
     view: CheckpointView
@@ -49,6 +50,13 @@ class Context:
         """Scales by attention module and side."""
         return {(scale.attention, scale.side): scale for scale in self.scales}
 
+    @cached_property
+    def elsewhere(self) -> str:
+        """Words on the file for SGLang's option, where all scales there are stand in it."""
+        if self.scales or not (self.view.root / FILE_NAME).is_file():
+            return ""
+        return f" (`{FILE_NAME}` is read by SGLang's --quantization-param-path alone)"
+
     def name(self, attention: str, side: str) -> str:
         """Return the name that a scale has in the checkpoint's dialect."""
         return SPELLINGS[self.dialect.spelling].tensor(attention, side)
@@ -66,32 +74,27 @@ class Rule:
         dialect: the one dialect that it speaks of; None for all.
         spelling: whether it asks for names and declarations that fit the dialect. Where an engine
             is asked, its reading says what becomes of others.
-        beside_engine: whether it asks for what a reading cannot say, and is covered by rules of
-            spelling where no engine is asked.
     """
 
     check: Check
     dialect: str | None = None
     spelling: bool = False
-    beside_engine: bool = False
 
     def applies(self, dialect: str, *, engine_asked: bool) -> bool:
         """Whether it is asked of a checkpoint in a dialect."""
         if self.dialect not in (None, dialect):
             return False
-        return not self.spelling if engine_asked else not self.beside_engine
+        return not (self.spelling and engine_asked)
 
 
 RULES: list[Rule] = []
 
 
-def rule(
-    *, dialect: str | None = None, spelling: bool = False, beside_engine: bool = False
-) -> Callable[[Check], Check]:
+def rule(*, dialect: str | None = None, spelling: bool = False) -> Callable[[Check], Check]:
     """Register a rule."""
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(check, dialect, spelling, beside_engine))
+        RULES.append(Rule(check, dialect, spelling))
         return check
 
     return register

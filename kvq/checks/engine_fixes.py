@@ -105,13 +105,13 @@ def unquantized_fix(reading: EngineReading, layer: LayerReading) -> str:
     return f"declare a cache that this engine quantizes: {EXPORT} and --for {reading.engine}"
 
 
-def unknown_fix(reading: EngineReading, *, garbage: bool) -> str | None:
+def unknown_fix(reading: EngineReading, *, garbage: bool) -> str:
     """Return how to learn what is not known, or to fill what is not filled."""
     if garbage:
         return f"names, and files, that transformers reads: {EXPORT}"
     if reading.engine in LIVE:
         return f"`kvq verify --live {reading.engine}` asks the engine itself"
-    return None
+    return "an engine whose reading is known: vllm or transformers"
 
 
 def value_fix(reading: EngineReading, used: SideReading, *, copied: bool, rounded: bool) -> str:

@@ -61,3 +61,10 @@ class Report:
             "findings": [finding.to_json() for finding in self.findings],
             "engines": [to_document(reading) for reading in self.readings],
         }
+
+
+def shortened(values: list[float] | None) -> str:
+    """Return numbers as a finding shows them."""
+    if values is None:
+        return "none"
+    return repr(values[0]) if len(values) == 1 else repr(values)

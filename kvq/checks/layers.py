@@ -18,7 +18,7 @@ def latent_rows_have_one_scale(context: Context) -> Iterator[Finding]:
         if len(found) == 2 and not np.array_equal(found["k"], found["v"]):
             yield Finding(
                 "scale.mla", "error",
-                f"layer {layer.layer_idx} caches one latent row, and its k and v scale differ",
+                "this layer caches one latent row, and its k and v scale differ",
                 layer.layer_idx, context.name(layer.attention, "v"),
                 expected=str(found["k"].tolist()), found=str(found["v"].tolist()),
                 fix="the larger of the two for both: `kvq export` writes that",
@@ -37,7 +37,7 @@ def sharing_layers_have_their_donors_scales(context: Context) -> Iterator[Findin
                 scale = context.by_side[layer.attention, side]
                 yield Finding(
                     "scale.shared", "error",
-                    f"layer {layer.layer_idx} reads the cache of `{layer.shared_from}` with "
+                    f"this layer reads the cache of `{layer.shared_from}` with "
                     f"another {side} scale than it was written with",
                     layer.layer_idx, scale.tensor, file_of(context, scale.tensor),
                     str(donor[side].tolist()), str(own[side].tolist()),

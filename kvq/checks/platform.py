@@ -100,4 +100,5 @@ def _fnuz_findings(engine: str, reading: EngineReading) -> Iterator[Finding]:
                 f"end at {E4M3_FNUZ_MAX:g}: larger values clip (source only)",
                 layer.layer_idx, tensors[0],
                 expected=f"twice the scale of amax / {E4M3.max:g}", found="the scale itself",
+                fix="serve with --kv-cache-dtype bfloat16 there, or on another GPU",
             )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rules for scales of unknown origin: what does not look like amax divided by 448.
 
-Where kvq recorded amax beside a scale, that is compared instead, and nothing here is asked.
+Where kvq recorded the amax of a scale, that is compared instead, and nothing here is asked of it.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ import numpy as np
 
 from kvq.checks.context import Context, file_of, rule
 from kvq.checks.findings import Finding
+from kvq.checks.recorded import vouched
 from kvq.checks.scales import LARGEST
+from kvq.dialects.spellings import FoundScale
 from kvq.formats import E4M3
 
 # amax of keys and values is some 0.1 to 1000: beyond, most layers of no known model are.
@@ -20,11 +22,9 @@ _TINY = float(np.finfo(np.float16).smallest_normal)
 @rule()
 def most_layers_are_plausible(context: Context) -> Iterator[Finding]:
     """Most layers' scales are neither so large nor so small that they must be something else."""
-    if context.provenance is not None:
-        return
     for side in ("k", "v"):
         arrays = [context.values.get(scale.tensor, _NONE).astype(np.float64)
-                  for scale in context.scales if scale.side == side]  # fmt: skip
+                  for scale in _unrecorded(context) if scale.side == side]  # fmt: skip
         found = np.array([np.abs(array).max() for array in arrays if array.size])
         if not len(found) or not np.isfinite(found).all():
             continue
@@ -49,14 +49,16 @@ def most_layers_are_plausible(context: Context) -> Iterator[Finding]:
 _NONE = np.zeros(0)
 
 
+def _unrecorded(context: Context) -> list[FoundScale]:
+    return [scale for scale in context.scales if not vouched(context, scale)]
+
+
 @rule()
 def few_layers_are_outliers(context: Context) -> Iterator[Finding]:
     """A scale above 1 stands for an amax above 448, which few layers of few models have."""
-    if context.provenance is not None:
-        return
     for side in ("k", "v"):
         above = []
-        scales = [scale for scale in context.scales if scale.side == side]
+        scales = [scale for scale in _unrecorded(context) if scale.side == side]
         for scale in scales:
             values = context.values.get(scale.tensor, _NONE).astype(np.float64)
             if values.size and LARGE < values.max() <= LARGEST:
@@ -77,10 +79,8 @@ def precision_is_kept(context: Context) -> Iterator[Finding]:
 
     Where an engine holds scales in the model's dtype anyway, only the latter counts.
     """
-    if context.provenance is not None:
-        return
     exact = context.dialect.name == "compressed-tensors"
-    for scale in context.scales:
+    for scale in _unrecorded(context):
         info = context.view.tensors[scale.tensor]
         values = context.values.get(scale.tensor, _NONE).astype(np.float64)
         subnormal = info.dtype == "F16" and bool(((values > 0) & (values < _TINY)).any())

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvq.checkpoint import weight_fingerprint
 from kvq.checks.context import SUFFIXES, Context, file_of, rule
-from kvq.checks.conventions import explain
 from kvq.checks.findings import Finding
-from kvq.dialects.spellings import SPELLINGS, FoundScale
-from kvq.formats import FP8_E4M3, get_format
+from kvq.checks.recorded import status_of, vouched
+from kvq.checks.spelled import conflicts, crossed
+from kvq.dialects.spellings import SPELLINGS
 
 SMALLEST, LARGEST = 1e-6, 1e3
 _EXPORT = "`kvq export` with the model's calibration"
@@ -26,8 +25,8 @@ def both_scales_present(context: Context) -> Iterator[Finding]:
             if (layer.attention, side) not in context.by_side:
                 yield Finding(
                     "scale.missing", "error",
-                    f"layer {layer.layer_idx} has no {side} scale under its name: an engine "
-                    "that finds none uses 1.0",
+                    f"there is no {side} scale under its name: an engine that finds none uses 1.0"
+                    f"{context.elsewhere}",
                     layer.layer_idx, context.name(layer.attention, side),
                     expected="a scale tensor", found="none",
                     fix=_EXPORT,
@@ -104,6 +103,7 @@ _AFFINE = ("_proj.k_bias", "_proj.v_bias")  # ModelOpt's zero points
 def no_stray_scales(context: Context) -> Iterator[Finding]:
     """Every scale tensor belongs to a layer with a KV cache, and has one name."""
     known = {scale.tensor for scale in context.scales + context.drafts}
+    known |= {other.tensor for other, _ in conflicts(context)} | crossed(context).keys()
     second = {scale.tensor: scale for scale in context.found.others}
     attentions = {layer.attention for layer in context.geometry.layers}
     for tensor in sorted(context.view.tensors):
@@ -115,12 +115,14 @@ def no_stray_scales(context: Context) -> Iterator[Finding]:
         )
         if suspect and tensor not in known and not _zero(context, tensor, leaf):
             message = f"`{tensor}` is no scale that engines take from this layer"
+            expected = f"`{context.name('<attention>', 'k')}` and the like"
             if tensor in second:
                 first = context.by_side[second[tensor].attention, second[tensor].side].tensor
                 message = f"`{tensor}` stands beside `{first}`: which one is used differs"
+                expected = f"`{first}` alone"
             yield Finding(
                 "scale.stray", "error", message, tensor=tensor, file=file_of(context, tensor),
-                expected=f"`{context.name('<attention>', 'k')}` and the like", found=tensor,
+                expected=expected, found=tensor,
                 fix="`kvq export --strip`, then `kvq export` with the model's calibration",
             )  # fmt: skip
 
@@ -144,7 +146,7 @@ def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
     for layer in context.geometry.layers:
         if have and layer.attention not in have:
             yield Finding(
-                "scale.missing", "error", f"layer {layer.layer_idx} has no q scale, others have",
+                "scale.missing", "error", "there is no q scale, and other layers have one",
                 layer.layer_idx, context.name(layer.attention, "q"),
                 expected="a scale tensor", found="none", fix=_EXPORT,
             )  # fmt: skip
@@ -154,7 +156,10 @@ def query_scales_in_all_layers_or_none(context: Context) -> Iterator[Finding]:
 def looks_calibrated(context: Context) -> Iterator[Finding]:
     """Neither K nor V is one number throughout, unless the provenance says that was meant."""
     for side in ("k", "v"):
-        scales = [s for s in context.scales if s.side == side and not _constant(context, s)]
+        scales = [
+            scale for scale in context.scales
+            if scale.side == side and status_of(context, scale) != "constant"
+        ]  # fmt: skip
         numbers = [float(v) for s in scales for v in context.values.get(s.tensor, _NONE).ravel()]
         if len(numbers) > 1 and len(set(numbers)) == 1:
             code = "scale.all_one" if numbers[0] == 1.0 else "scale.all_equal"
@@ -164,7 +169,9 @@ def looks_calibrated(context: Context) -> Iterator[Finding]:
                 expected="different values, or a recorded constant", found=repr(numbers[0]),
                 fix=_EXPORT,
             )  # fmt: skip
-        elif context.provenance is None and 1.0 in numbers:
+            continue
+        unvouched = [context.values.get(s.tensor, _NONE) for s in scales if not vouched(context, s)]
+        if any((values == 1.0).any() for values in unvouched):
             yield Finding(
                 "scale.one", "warning", f"a {side} scale is exactly 1.0: it may be a lost one",
                 expected="a calibrated value", found="1.0", fix=_EXPORT,
@@ -172,129 +179,3 @@ def looks_calibrated(context: Context) -> Iterator[Finding]:
 
 
 _NONE = np.zeros(0)
-
-
-def _constant(context: Context, scale: FoundScale) -> bool:
-    return _status(context, scale) == "constant"
-
-
-def _status(context: Context, scale: FoundScale) -> str | None:
-    if context.provenance is None:
-        return None
-    return context.provenance.status.get(scale.attention, {}).get(scale.side)
-
-
-@rule()
-def follows_from_recorded_amax(context: Context) -> Iterator[Finding]:
-    """Each scale is the one that the recorded amax gives: not inverted, swapped, lost or moved."""
-    if context.provenance is None:
-        return
-    for scale in context.scales:
-        if _status(context, scale) in ("unknown", "user"):
-            continue  # from a file without a record
-        found = [float(v) for v in context.values.get(scale.tensor, _NONE).ravel()]
-        amax = _recorded_amax(context, scale, len(found))
-        expected = None if amax is None else _stored(context, amax)
-        if expected != found:
-            yield Finding(
-                "provenance.scale", "error",
-                f"`{scale.tensor}` does not follow from its amax{_why(context, found, amax)}",
-                scale.layer_idx, scale.tensor, file_of(context, scale.tensor),
-                _short(expected), _short(found), fix="`kvq export` again, from the calibration",
-            )  # fmt: skip
-
-
-def _recorded_amax(context: Context, scale: FoundScale, count: int) -> list[float] | None:
-    """Return the amax that a scale covers, margin included; None if none was recorded."""
-    provenance, status = context.provenance, _status(context, scale)
-    assert provenance is not None
-    amax = provenance.observed(scale.attention, scale.side)
-    if status is None or not amax:
-        return None
-    if status == "constant":
-        return [FP8_E4M3.element.max] * count
-    values = amax if provenance.granularity == "head" else [max(amax)]
-    return [value * provenance.margin for value in values]
-
-
-def _stored(context: Context, amax: list[float]) -> list[float]:
-    assert context.provenance is not None
-    number_format = get_format(context.provenance.format)
-    exact = np.array([number_format.scale(value) for value in amax], np.float32)
-    return [float(value) for value in context.dialect.stored(exact, context.view)]
-
-
-def _why(context: Context, found: list[float], amax: list[float] | None) -> str:
-    assert context.provenance is not None
-    divisor = get_format(context.provenance.format).scale_divisor
-    words = explain(found, amax, divisor) if amax and divisor else None
-    return f": {words}" if words else ""
-
-
-@rule()
-def weights_unchanged(context: Context) -> Iterator[Finding]:
-    """The weights are those that were calibrated, if the provenance says which."""
-    provenance = context.provenance
-    expected = None if provenance is None else provenance.weights
-    if provenance is None or expected is None:
-        return
-    found = weight_fingerprint(context.view)
-    if found != expected:
-        yield Finding(
-            "provenance.weights", "error", "the scales were calibrated on other weights",
-            expected=expected, found=found, fix="calibrate this checkpoint, then `kvq export`",
-        )  # fmt: skip
-    elif provenance.exported_onto:
-        yield Finding(
-            "provenance.other_weights", "warning",
-            "the scales were observed on other weights, and written here by request",
-            expected=found, found=provenance.weight_fingerprint,
-            fix="calibrate this checkpoint itself, where transformers runs it",
-        )  # fmt: skip
-
-
-@rule()
-def matches_reference(context: Context) -> Iterator[Finding]:
-    """With --against: the same scales, value by value, within rtol."""
-    if context.reference is None:
-        return
-    for name in context.strangers:
-        yield Finding(
-            "reference.differs", "error", f"`{name}` of the reference is no scale of this model",
-            tensor=name, expected="a scale of one of its layers", found="none",
-        )  # fmt: skip
-    layers = {layer.attention: layer.layer_idx for layer in context.geometry.layers}
-    for attention, side in sorted(context.reference.keys() | context.by_side.keys()):
-        expected = context.reference.get((attention, side))
-        scale = context.by_side.get((attention, side))
-        found = None if scale is None else context.values.get(scale.tensor)
-        have = None if found is None else [float(v) for v in found.ravel()]
-        if expected is None or have is None or not _close(have, expected, context.rtol):
-            tensor = context.name(attention, side) if scale is None else scale.tensor
-            words = _against(context, have, expected)
-            yield Finding(
-                "reference.differs", "error",
-                f"`{tensor}` differs from the reference{words}", layers.get(attention), tensor,
-                None if scale is None else file_of(context, tensor),
-                _short(expected), _short(have),
-                fix="`kvq export` with the reference as --scales",
-            )  # fmt: skip
-
-
-def _against(context: Context, found: list[float] | None, expected: list[float] | None) -> str:
-    divisor = get_format(context.dialect.declared(context.view).format or "fp8_e4m3").scale_divisor
-    if not found or not expected or not divisor:
-        return ""
-    words = explain(found, [value * divisor for value in expected], divisor)
-    return f": {words}" if words else ""
-
-
-def _close(found: list[float], expected: list[float], rtol: float) -> bool:
-    pairs = zip(found, expected, strict=False)
-    return len(found) == len(expected) and all(abs(a - b) <= rtol * abs(b) for a, b in pairs)
-
-
-def _short(values: list[float] | None) -> str:
-    if values is None:
-        return "none"
-    return repr(values[0]) if len(values) == 1 else repr(values)

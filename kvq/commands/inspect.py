@@ -7,6 +7,7 @@ import typer
 
 from kvq import console
 from kvq.commands.options import (
+    OF_ENGINES,
     Engines,
     EngineVersion,
     Json,
@@ -15,6 +16,7 @@ from kvq.commands.options import (
     SkipLayers,
     TensorParallel,
     engine_options,
+    refuse_without,
 )
 
 EXAMPLES = """\
@@ -29,6 +31,7 @@ Examples:
 
 
 def inspect(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="Calibration, checkpoint or .safetensors file.")],
     scales: Annotated[bool, typer.Option("--scales", help="Print the per-layer table.")] = False,
     engine: Engines = None,
@@ -42,6 +45,7 @@ def inspect(
     """Print the module tree with every quantizer's amax, the scales, one sentence of summary."""
     from kvq.pipeline.inspect import inspect as run
 
+    refuse_without(context, OF_ENGINES, "--engine", given=bool(engine))
     if engine:
         from kvq.engines.document import to_document
         from kvq.pipeline.predict import read_engines

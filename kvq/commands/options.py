@@ -1,9 +1,12 @@
 """Options that several commands share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvq.errors import InputError
 
 if TYPE_CHECKING:
     from kvq.engines.base import EngineOptions
@@ -22,7 +25,7 @@ KvCacheDtype = Annotated[
 ]
 EngineVersion = Annotated[
     str | None,
-    typer.Option("--engine-version", help="Refuse to predict for another version than this."),
+    typer.Option("--engine-version", help="Which version of it: one that is modelled."),
 ]
 Platform = Annotated[
     str, typer.Option("--platform", help="Where the engine runs: sm90, sm100, gfx942, cpu, ...")
@@ -34,6 +37,34 @@ SkipLayers = Annotated[
         "--kv-cache-dtype-skip-layers", help="vLLM's option: e.g. 0,27 or sliding_window."
     ),
 ]
+
+
+OF_ENGINES = ("engine_version", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "platform", "tp")
+
+
+def refuse_without(
+    context: typer.Context, options: Sequence[str], needed: str, *, given: bool
+) -> None:
+    """Refuse options that say nothing without another one, which is not given.
+
+    Args:
+        context: what was typed.
+        options: parameters of the command, by name.
+        needed: what they need, in words.
+        given: whether that is there.
+
+    Raises:
+        InputError: one of them was typed, if with its default.
+    """
+    for name in options:
+        source = context.get_parameter_source(name)
+        if not given and source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"{option} says nothing without {needed}",
+                code=f"option.{name}",
+                hint=f"give {needed} as well, or leave {option} out",
+            )
 
 
 def engine_options(

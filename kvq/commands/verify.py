@@ -7,6 +7,7 @@ import typer
 
 from kvq import console
 from kvq.commands.options import (
+    OF_ENGINES,
     Engines,
     EngineVersion,
     Json,
@@ -15,6 +16,7 @@ from kvq.commands.options import (
     SkipLayers,
     TensorParallel,
     engine_options,
+    refuse_without,
 )
 from kvq.errors import InputError
 
@@ -33,6 +35,7 @@ FORMS = ("human", "json", "junit", "github")
 
 
 def verify(
+    context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     against: Annotated[
         Path | None, typer.Option(help="Calibration, checkpoint or scales JSON to compare with.")
@@ -66,6 +69,9 @@ def verify(
         )
     if json and report not in ("human", "json"):
         raise InputError(f"--json contradicts --report {report}", code="option.report")
+    refuse_without(context, OF_ENGINES, "--engine or --live", given=bool(engine or live))
+    refuse_without(context, ["python"], "--live", given=live is not None)
+    refuse_without(context, ["rtol"], "--against", given=against is not None)
     options = engine_options(kv_cache_dtype, platform, tp, kv_cache_dtype_skip_layers)
     ask = EngineQuestion(engine or (), options, live, python, engine_version)
     found = run(checkpoint, against=against, rtol=rtol, ask=ask, require=require or ())

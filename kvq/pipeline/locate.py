@@ -3,6 +3,22 @@
 from pathlib import Path
 
 from kvq.errors import InputError, MissingDependencyError
+from kvq.state import is_calibration
+
+
+def refuse_calibration(path: Path) -> None:
+    """Refuse a calibration where a model is expected.
+
+    Raises:
+        InputError: what it is, and what it is for.
+    """
+    if is_calibration(path):
+        raise InputError(
+            f"`{path}` is a calibration, and a checkpoint is expected",
+            code="model.calibration",
+            hint=f"`kvq inspect {path}` shows it, `kvq export MODEL --scales {path}` writes its "
+            f"scales into a checkpoint, and `kvq verify CHECKPOINT --against {path}` compares them",
+        )
 
 
 def locate(model: str) -> Path:
@@ -13,10 +29,12 @@ def locate(model: str) -> Path:
         MissingDependencyError: a hub id, and huggingface_hub is not installed.
     """
     path = Path(model)
+    refuse_calibration(path)
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         if not path.is_dir():
+            words = "is not a checkpoint folder" if path.exists() else "does not exist"
             raise InputError(
-                f"`{model}` is not a checkpoint folder",
+                f"`{model}` {words}",
                 code="model.not_folder",
                 hint="give a folder in Hugging Face form, or a hub id such as org/name",
             )

@@ -8,6 +8,7 @@ from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import InputError
 from kvq.geometry import read_geometry
+from kvq.pipeline.locate import refuse_calibration
 
 
 def read_engines(
@@ -19,6 +20,7 @@ def read_engines(
         KvqError: the path is no checkpoint folder, or an engine or its version is not known.
     """
     engines = get_engines(names, version)
+    refuse_calibration(path)
     view = open_checkpoint(path)
     if not view.config:
         raise InputError(

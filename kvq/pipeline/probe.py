@@ -4,14 +4,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+from kvq.checks.engine_fixes import load_fix
 from kvq.checks.findings import Finding
 from kvq.engines import LIVE
 from kvq.engines.base import EngineReading
 from kvq.errors import InputError, MissingDependencyError
+
+_REPORT = (
+    "trust the engine, not the prediction; compare `--engine-version` with the version that ran, "
+    "and report it if they are the same"
+)
 
 
 def probe(engine: str, checkpoint: Path, *, python: str | None, kv_cache_dtype: str) -> Any:
@@ -59,12 +66,13 @@ def live_findings(predicted: EngineReading, live: Any) -> Iterator[Finding]:
             yield Finding(
                 "live.load", "error", f"{engine} fails to load this checkpoint: {live['error']}",
                 expected="a checkpoint that loads", found=live["error"],
+                fix=load_fix(replace(predicted, error=live["error"])),
             )  # fmt: skip
         return
     if predicted.error is not None:
         yield Finding(
             "live.prediction", "warning", f"{engine} loads this checkpoint against the prediction",
-            expected=predicted.error, found="no error",
+            expected=predicted.error, found="no error", fix=_REPORT,
         )  # fmt: skip
     held = {name.removesuffix(".attn"): layer for name, layer in live["layers"].items()}
     for layer in predicted.layers:
@@ -77,4 +85,5 @@ def live_findings(predicted: EngineReading, live: Any) -> Iterator[Finding]:
                     "live.value", "error",
                     f"{engine} holds another {side} scale in `{layer.engine_name}` than predicted",
                     layer.layer_idx, used.tensor, expected=repr(expected), found=repr(values),
+                    fix=_REPORT,
                 )  # fmt: skip

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvq.checkpoint import CheckpointView, open_checkpoint
 from kvq.configs import KV, Q, QuantizerEntry
 from kvq.dialects import dialect_of, read_scales
@@ -46,12 +44,18 @@ def read_reference(path: Path, compared: Compared) -> Reference:
     """Return what a checkpoint's scales should be.
 
     A calibration holds amax per head; the checkpoint says which scales to derive from it: format,
-    per tensor or head, with or without the query, constant where its provenance says so. Values are
-    as the checkpoint's dialect stores them.
+    per tensor or head, with or without the query, constant where its provenance says so. Nothing
+    is rounded to what the checkpoint's dialect stores.
 
     Raises:
         KvqError: the reference cannot be read, or belongs to another architecture.
     """
+    if not path.exists():
+        raise InputError(
+            f"the reference `{path}` does not exist",
+            code="reference.missing",
+            hint="--against takes a calibration, a checkpoint folder or a JSON file of scales",
+        )
     if path.is_file() and path.suffix == ".json":
         found = Reference(*json_scales(path, compared.view.config, compared.geometry))
     elif path.is_dir() and is_calibration(path):
@@ -61,13 +65,7 @@ def read_reference(path: Path, compared: Compared) -> Reference:
         found = Reference(_by_side(read_scales(view, read_geometry(view.config, view.tensors))))
     if not found.values and not found.strangers:
         raise InputError(f"the reference `{path}` holds no scales", code="reference.no_scales")
-    dialect = dialect_of(compared.view)
-    stored = {
-        key: [float(x) for x in dialect.stored(np.array(values, np.float32), compared.view)]
-        if all(0 < x < np.inf for x in values) else values
-        for key, values in found.values.items()
-    }  # fmt: skip
-    return Reference(stored, found.strangers)
+    return found
 
 
 def _by_side(scales: ScaleSet) -> Values:

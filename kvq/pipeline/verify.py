@@ -20,6 +20,7 @@ from kvq.engines import get_engines
 from kvq.engines.base import EngineOptions, EngineReading
 from kvq.errors import CheckpointError, InputError
 from kvq.geometry import Geometry, read_geometry
+from kvq.pipeline.locate import refuse_calibration
 from kvq.pipeline.probe import live_findings, probe
 from kvq.pipeline.reference import Compared, read_reference
 from kvq.provenance import Provenance, read_provenance
@@ -77,6 +78,7 @@ def verify(
             f"unknown --require `{unknown[0]}`; known: {', '.join(REQUIREMENTS)}",
             code="option.require",
         )
+    refuse_calibration(path)
     view = open_checkpoint(path)
     if not view.config:
         raise InputError(
@@ -152,5 +154,10 @@ def _read_values(
         try:
             values[name] = view.read(name)
         except CheckpointError as error:
-            findings.append(Finding("scale.unreadable", "error", str(error), tensor=name))
+            findings.append(
+                Finding(
+                    "scale.unreadable", "error", str(error), tensor=name,
+                    fix="`kvq export` with the model's calibration, which writes F32",
+                )
+            )  # fmt: skip
     return values, findings

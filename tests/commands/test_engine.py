@@ -87,9 +87,9 @@ def test_nothing_holds_that_real_vllm_does_not_use(variants):
 
     passed = 0
     for name, variant in VARIANTS.items():
-        options = EngineOptions(
-            variant.kv_cache_dtype, "cpu", skip_layers=tuple(variant.skip_layers)
-        )
+        if variant.skip_layers:
+            continue  # layers at the default by request, and a warning says so
+        options = EngineOptions(variant.kv_cache_dtype, "cpu")
         try:
             report = verify(variants / name, ask=EngineQuestion(["vllm"], options))
         except KvqError:

@@ -13,6 +13,8 @@ from kvq.calibration.amax import Observer
 from kvq.calibration.distributed import Ranks, named_errors
 from kvq.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

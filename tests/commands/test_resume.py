@@ -12,6 +12,8 @@ import pytest
 
 from tests.forks import Forks
 
+pytestmark = pytest.mark.slow
+
 MODES = {
     "memory": [],
     "streaming": ["--streaming"],

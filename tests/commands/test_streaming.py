@@ -20,6 +20,9 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+QUICK = ("llama", "mixtral", "gemma3_text", "deepseek_v3")
+
+
 def write_rows(path, lengths=(5, 17, 40, 40, 17, 40)):
     generator = np.random.default_rng(0)
     rows = [{"input_ids": generator.integers(3, 100, n).tolist()} for n in lengths]
@@ -46,7 +49,13 @@ def calibrate(kvq, tmp_path):
     return call
 
 
-@pytest.mark.parametrize(("kind", "name"), FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] if one[1] not in QUICK else [])
+        for one in FAMILIES
+    ],
+)
 def test_streaming_gives_the_same_bytes(calibrate, tmp_path, kind, name):
     zoo.tiny_model(kind, name).save_pretrained(tmp_path / "model")
     _, expected = calibrate(tmp_path / "model")

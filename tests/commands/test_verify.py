@@ -55,8 +55,12 @@ def set_scale(name, value):
         *[
             (set_scale(f"model.layers.0.self_attn.{leaf}", [0.1]), "scale.stray",
              f"model.layers.0.self_attn.{leaf}")
-            for leaf in ("k_proj.k_scale", "k_scales", "k_proj.output_scale", "k_scale_inv",
-                         "k_cache.scale", "k_zero_point", "kv_scale")
+            for leaf in ("k_scales", "k_scale_inv", "k_zero_point")
+        ],
+        *[
+            (set_scale(f"model.layers.0.self_attn.{leaf}", [0.1]), "scale.conflict",
+             f"model.layers.0.self_attn.{leaf}")
+            for leaf in ("k_proj.k_scale", "k_proj.output_scale", "k_cache.scale", "kv_scale")
         ],
         (set_scale("model.layers.0.self_attn.q_scale", [0.1]), "scale.missing",
          "model.layers.1.self_attn.q_scale"),

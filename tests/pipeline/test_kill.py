@@ -14,6 +14,8 @@ from tests.engines.layouts import save, write_index
 from tests.engines.tensors import scales as old_scales
 from tests.engines.tensors import weights_of
 
+pytestmark = pytest.mark.slow
+
 # Runs in a process without threads, which forks once for each write: imports are paid once.
 KILLER = """
 import hashlib, io, json, os, shutil, signal, sys
