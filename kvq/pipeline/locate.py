@@ -1,5 +1,6 @@
 """Where a model is: a local folder, or a hub id to fetch."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from kvq.errors import InputError, MissingDependencyError
@@ -12,7 +13,10 @@ def refuse_calibration(path: Path) -> None:
     Raises:
         InputError: what it is, and what it is for.
     """
-    if is_calibration(path):
+    alone = False
+    with suppress(OSError):  # of a path that no file can have, others speak
+        alone = is_calibration(path) and len(list(path.glob("*.safetensors"))) == 1
+    if alone:
         raise InputError(
             f"`{path}` is a calibration, and a checkpoint is expected",
             code="model.calibration",

@@ -1,6 +1,7 @@
 """What scales are compared with: a calibration, another checkpoint, or a JSON file."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def read_reference(path: Path, compared: Compared) -> Reference:
     Raises:
         KvqError: the reference cannot be read, or belongs to another architecture.
     """
-    if not path.exists():
+    exists = False
+    with suppress(OSError):  # a path that no file can have
+        exists = path.exists()
+    if not exists:
         raise InputError(
             f"the reference `{path}` does not exist",
             code="reference.missing",

@@ -9,7 +9,7 @@ from tests.engines.tensors import value
 
 
 def test_a_reference_that_does_not_exist_is_said_to(kvq, checkpoints, tmp_path):
-    for name in ("none", "none.json"):
+    for name in ("none", "none.json", f"{300 * 'x'}-none"):
         result = kvq("verify", checkpoints("llama"), "--against", tmp_path / name, "--json")
         assert (result.code, result.json["error"]["code"]) == (2, "reference.missing")
         assert f"{name}` does not exist" in result.json["error"]["message"]
