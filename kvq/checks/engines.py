@@ -16,7 +16,7 @@ from kvq.checks.engine_fixes import (
 )
 from kvq.checks.findings import Finding
 from kvq.dialects.sglang_json import FILE_NAME, is_sglang_json
-from kvq.engines.base import EngineReading, LayerReading, SideReading
+from kvq.engines.base import MISAPPLIED, EngineReading, LayerReading, SideReading
 from kvq.errors import CheckpointError, KvqError
 from kvq.files import read_json
 
@@ -171,6 +171,12 @@ def _side_findings(
                 fix=default_fix(reading, layer, side, used),
             )  # fmt: skip
         return
+    if MISAPPLIED in used.reason:
+        yield Finding(
+            "engine.misapplied", "error", f"{engine} uses {side} {shown}: {used.reason}",
+            layer.layer_idx, used.tensor, expected="a scale of what is cached", found=shown,
+            fix="`kvq export --strip`: this class caches what no calibration observed",
+        )  # fmt: skip
     yield from _value_findings(reading, layer, side, used, view)
 
 

@@ -8,6 +8,7 @@ from kvq.checkpoint import CheckpointView
 from kvq.errors import InputError
 from kvq.geometry import Geometry
 
+MISAPPLIED = "the scale of a latent row (MLA), applied to expanded keys and values"  # a reason
 PLATFORM = re.compile(r"cpu|sm[1-9][0-9]{1,2}a?|gfx[0-9]{3,4}[a-z]?")
 
 

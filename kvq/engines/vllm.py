@@ -8,7 +8,14 @@ each of them.
 from dataclasses import dataclass, field, replace
 
 from kvq.checkpoint import CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
+from kvq.engines.base import (
+    MISAPPLIED,
+    EngineOptions,
+    EngineReading,
+    LayerReading,
+    SideReading,
+    not_modelled,
+)
 from kvq.engines.vllm_attention import AttentionLayer, attention_layers
 from kvq.engines.vllm_checked import checked
 from kvq.engines.vllm_classes import VERSIONS, model_type, renamed_tower
@@ -206,6 +213,8 @@ class _Loading:
             for name, side in (("k", k), ("v", v))
         )
         geometry = layer.geometry
+        if geometry.kv_lora_rank is not None and layer.path.endswith(".attn"):
+            k, v = (with_reason(side, MISAPPLIED) if side.tensor else side for side in (k, v))
         return LayerReading(
             geometry.layer_idx, geometry.attention, layer.name, layer.cache_dtype, k, v,
             self._query(layer),
