@@ -47,7 +47,10 @@ def export(
     link: Annotated[str, typer.Option(help="auto, hard, copy or symbolic.")] = "auto",
     engine: Annotated[
         list[str] | None,
-        typer.Option("--for", help="Who must read the result: vllm by default. Repeatable."),
+        typer.Option(
+            "--for",
+            help="Who must read the result: vllm by default, sglang for sglang-json. Repeatable.",
+        ),
     ] = None,
     platform: Platform = "sm90",
     tp: TensorParallel = 1,

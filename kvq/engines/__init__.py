@@ -1,6 +1,6 @@
 """What serving engines make of a checkpoint; loaded late, by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -34,8 +34,8 @@ def get_engine(name: str, version: str | None = None) -> Engine:
             hint=f"did you mean `{near[0]}`?" if near else None,
         )
     module, attribute = ENGINES[name].split(":")
-    kind: Callable[[str], Engine] = getattr(import_module(module), attribute)
-    versions: tuple[str, ...] = kind.versions  # type: ignore[attr-defined]
+    kind: type[Engine] = getattr(import_module(module), attribute)
+    versions = kind.versions
     chosen = [one for one in versions if version is None or _means(version, one)]
     if not chosen:
         raise InputError(

@@ -1,8 +1,8 @@
 """The engine seam: what a serving engine makes of a checkpoint, read from its files alone."""
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from kvq.checkpoint import CheckpointView
 from kvq.errors import InputError
@@ -106,7 +106,7 @@ def not_modelled(
     return replace(blank, layers=layers, notes=(*blank.notes, reason))
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A model of a serving engine in one of its versions; nothing of the engine is imported.
 
     `versions` are those that are modelled, the latest last; what differs between them is data.
@@ -114,10 +114,12 @@ class Engine(Protocol):
 
     name: str
     versions: tuple[str, ...]
-    version: str
 
+    def __init__(self, version: str | None = None) -> None:
+        self.version = version or self.versions[-1]
+
+    @abstractmethod
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions
     ) -> EngineReading:
         """Return what the engine does with a checkpoint."""
-        ...

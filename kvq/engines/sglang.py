@@ -12,7 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from kvq.checkpoint import CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
+from kvq.engines.base import (
+    Engine,
+    EngineOptions,
+    EngineReading,
+    LayerReading,
+    SideReading,
+    not_modelled,
+)
 from kvq.engines.sglang_config import Quantization, read_quantization, resolve_cache_dtype
 from kvq.engines.sglang_names import LENIENT, NO_REMAP, REMAP, remap
 from kvq.engines.vllm_config import LoadError, NotModelledError
@@ -29,14 +36,11 @@ _BF16_NOTE = "kept, although the cache is not quantized: FlashInfer would use it
 _E5M2_NOTE = "scales for E4M3 are applied to E5M2; SGLang refuses fp8_e5m2 on the CPU (source only)"
 
 
-class SGLang:
+class SGLang(Engine):
     """SGLang's loader."""
 
     name = "sglang"
     versions = ("0.5.23",)
-
-    def __init__(self, version: str = versions[-1]) -> None:
-        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

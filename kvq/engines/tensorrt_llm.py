@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from kvq.checkpoint import CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
+from kvq.engines.base import (
+    Engine,
+    EngineOptions,
+    EngineReading,
+    LayerReading,
+    SideReading,
+    not_modelled,
+)
 from kvq.engines.vllm_config import CT, LEGACY_NAME, LoadError, NotModelledError
 from kvq.engines.vllm_values import default, unknown
 from kvq.errors import KvqError
@@ -28,14 +35,11 @@ _CACHE_DTYPES = {"FP8": "fp8", "NVFP4": "nvfp4", "INT8": "int8"}
 _DTYPE_OPTIONS = ("auto", "fp8", "nvfp4")
 
 
-class TensorRTLLM:
+class TensorRTLLM(Engine):
     """The loader of TensorRT-LLM's PyTorch backend."""
 
     name = "tensorrt-llm"
     versions = ("main, autumn 2026",)
-
-    def __init__(self, version: str = versions[-1]) -> None:
-        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

@@ -16,7 +16,14 @@ import ml_dtypes
 import numpy as np
 
 from kvq.checkpoint import INDEX_NAME, SINGLE_NAME, CheckpointView
-from kvq.engines.base import EngineOptions, EngineReading, LayerReading, SideReading, not_modelled
+from kvq.engines.base import (
+    Engine,
+    EngineOptions,
+    EngineReading,
+    LayerReading,
+    SideReading,
+    not_modelled,
+)
 from kvq.engines.transformers_config import (
     CHECKED,
     LAYER_PAST,
@@ -43,14 +50,11 @@ _OF_HEADER = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "fl
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-class Transformers:
+class Transformers(Engine):
     """The loader of `AutoModelForCausalLM.from_pretrained(folder, dtype="auto")`."""
 
     name = "transformers"
     versions = ("5.17.0 with compressed-tensors 0.20.1",)
-
-    def __init__(self, version: str = versions[-1]) -> None:
-        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from kvq.checkpoint import CheckpointView
 from kvq.engines.base import (
     MISAPPLIED,
+    Engine,
     EngineOptions,
     EngineReading,
     LayerReading,
@@ -44,14 +45,11 @@ from kvq.tensorfile import TensorInfo
 _NO_TENSOR = "default 1.0: no tensor is read into this layer"
 
 
-class VLLM:
+class VLLM(Engine):
     """vLLM's loader."""
 
     name = "vllm"
     versions = VERSIONS
-
-    def __init__(self, version: str = VERSIONS[-1]) -> None:
-        self.version = version
 
     def read(
         self, view: CheckpointView, geometry: Geometry, options: EngineOptions

@@ -86,30 +86,28 @@ def convert_scales(scales: ScaleSet, wanted: Wanted) -> ScaleSet:
     """Return a set in another format or granularity, from its numbers alone.
 
     Raises:
-        DialectError: scales per head are wanted from scales per tensor.
+        DialectError: scales per head are wanted from scales per tensor, a query's where there is
+            none, or constants, for which no source is needed.
     """
-    target_format, granularity, constant = scales.format, scales.granularity, None
+    target_format, granularity = scales.format, scales.granularity
     if wanted.kv_cfg:
         config = next(entry.config for entry in get_config(wanted.kv_cfg) if entry.config)
-        target_format, constant = config.format, config.constant_amax
-        granularity = config.granularity
+        if config.constant_amax is not None:
+            raise DialectError(
+                f"`{wanted.kv_cfg}` has constant scales and needs none of the source's",
+                code="scales.constant",
+                hint="give a calibration as --scales",
+            )
+        target_format, granularity = config.format, config.granularity
+        scales = _with_or_without_query(scales, wanted.kv_cfg)
     granularity = wanted.granularity or granularity
-    if granularity == "head" and scales.granularity == "tensor" and constant is None:
+    if granularity == "head" and scales.granularity == "tensor":
         raise DialectError(
             "scales per head cannot be made from one number for all heads",
             code="scales.granularity",
             hint="calibrate the model: a calibration has amax for each head",
         )
     source, target = get_format(scales.format), get_format(target_format)
-    if constant is not None:
-        raise DialectError(
-            f"`{wanted.kv_cfg}` has constant scales and needs none of the source's",
-            code="scales.constant",
-            hint="give a calibration as --scales",
-        )
-
-    if wanted.kv_cfg:
-        scales = _with_or_without_query(scales, wanted.kv_cfg)
 
     def convert(values: Iterable[float]) -> tuple[float, ...]:
         kept = list(values) if granularity == "head" else [max(values)]

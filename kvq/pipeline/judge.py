@@ -95,21 +95,23 @@ def _ask(name: str, plan: ExportPlan, view: CheckpointView, options: EngineOptio
     if plan.unread is not None:
         flags = ("--quantization-param-path", f"{OUT}/{FILE_NAME}", "--kv-cache-dtype", "fp8_e4m3")
         return Verdict(name, flags if name == "sglang" else (), plan.unread)
-    unread = _unread(name, plan, view, options)
+    unread, unknown = _read(name, plan, view, options)
     if unread is None:
-        return Verdict(name, skip, unknown=_unknown(name, view, options))
+        return Verdict(name, skip, unknown=unknown)
     flag, words = _DTYPE_FLAGS.get(name, ("", {}))
     word = words.get(plan.scales.format) if plan.scales else None
     if word and options.kv_cache_dtype == "auto":
         told = replace(options, kv_cache_dtype=word)
-        if _unread(name, plan, view, told) is None:
-            return Verdict(name, (f"{flag} {word}", *skip))
+        still_unread, unknown = _read(name, plan, view, told)
+        if still_unread is None:
+            return Verdict(name, (f"{flag} {word}", *skip), unknown=unknown)
     return Verdict(name, skip, unread)
 
 
-def _unread(
+def _read(
     name: str, plan: ExportPlan, view: CheckpointView, options: EngineOptions
-) -> str | None:
+) -> tuple[str | None, str | None]:
+    """Return what an engine would do otherwise than written, and what of it is not known."""
     geometry = read_geometry(view.config, view.tensors)
     reading = get_engine(name).read(view, geometry, options)
     layers = plan.scales.layers if plan.scales else ()
@@ -119,19 +121,14 @@ def _unread(
         *platform_findings(reading, geometry),
     ]
     wrong = [finding for finding in found if finding.severity == "error"]
-    if not wrong:
-        return None
-    layer = "" if wrong[0].layer_idx is None else f"layer {wrong[0].layer_idx}: "
-    return f"{layer}{wrong[0].message} ({len(wrong)} findings in all)"
-
-
-def _unknown(name: str, view: CheckpointView, options: EngineOptions) -> str | None:
-    reading = get_engine(name).read(view, read_geometry(view.config, view.tensors), options)
+    if wrong:
+        layer = "" if wrong[0].layer_idx is None else f"layer {wrong[0].layer_idx}: "
+        return f"{layer}{wrong[0].message} ({len(wrong)} findings in all)", None
     sides = [side for layer in reading.layers for side in (layer.k, layer.v)]
-    unknown = [side.reason for side in sides if side.value is None]
-    if not unknown:
-        return None
-    return f"whether {name} {reading.version} uses the scales is not known: {unknown[0]}"
+    reason = next((side.reason for side in sides if side.value is None), None)
+    if reason is None:
+        return None, None
+    return None, f"whether {name} {reading.version} uses the scales is not known: {reason}"
 
 
 @contextmanager
@@ -166,8 +163,7 @@ def write_documents(plan: ExportPlan, folder: Path) -> None:
     Those of the source keep their order: the first group of compressed-tensors that matches wins.
     """
     for name, document in plan.documents.items():
-        if document is not None:
-            write_json(folder / name, document, sort=False)
+        write_json(folder / name, document, sort=False)
     if plan.weight_map is not None:
         index = {"metadata": dict(plan.index_metadata), "weight_map": dict(plan.weight_map)}
         write_json(folder / INDEX_NAME, index)

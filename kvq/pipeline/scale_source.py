@@ -112,10 +112,7 @@ def _from_checkpoint(path: Path, wanted: Wanted, geometry: Geometry) -> ScaleSou
     if provenance is not None:
         scales = _with_status(scales, provenance)
         attention_class = provenance.attention_class
-        record = {
-            "skip_layers": list(provenance.skip_layers),
-            "exported_onto": provenance.exported_onto,
-        }
+        record = {"exported_onto": provenance.exported_onto}
     converted = convert_scales(scales, wanted)
     return ScaleSource(converted, fingerprint, record, attention_class, notices=notices)
 
