@@ -99,7 +99,7 @@ def export(
         plan = plan_export(root, scales, options)
     verdicts = judge(plan, open_checkpoint(root), engines, wanted, allow_unread=allow_unread)
     plan = record_unread(plan, {v.engine: v.unread for v in verdicts if v.unread})
-    notices = plan.notices + tuple(filter(None, (v.unread or v.unknown for v in verdicts)))
+    notices = plan.notices + tuple(notice for verdict in verdicts for notice in verdict.notices)
     if "vllm" in engines and plan.scales is not None and plan.scales.granularity == "head":
         notices += ("vLLM runs scales per head only with FlashAttention 3 on Hopper GPUs",)
     if not dry_run:

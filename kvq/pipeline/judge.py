@@ -41,13 +41,20 @@ _DTYPE_FLAGS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 class Verdict:
     """How an engine is to be started so that it uses the scales, and what it still would not.
 
-    `unknown` says why it is not known what the engine does.
+    `unknown` says why it is not known what the engine does; `unskipped` that nothing
+    tells it to leave layers unquantized.
     """
 
     engine: str
     flags: tuple[str, ...] = ()
     unread: str | None = None
     unknown: str | None = None
+    unskipped: str | None = None
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user has to know."""
+        return tuple(filter(None, (self.unread or self.unknown, self.unskipped)))
 
     def command(self, out: Path) -> str:
         """Return the command that serves the result, with what a checkpoint cannot carry."""
@@ -91,6 +98,17 @@ def _hint(plan: ExportPlan, engine: str) -> str:
 
 
 def _ask(name: str, plan: ExportPlan, view: CheckpointView, options: EngineOptions) -> Verdict:
+    return replace(_start(name, plan, view, options), unskipped=_unskipped(name, plan))
+
+
+def _unskipped(name: str, plan: ExportPlan) -> str | None:
+    if not plan.skip_layers or name == "vllm":
+        return None
+    listed = ", ".join(str(layer) for layer in plan.skip_layers)
+    return f"layers {listed} are to stay unquantized, and kvq knows no option of {name} for that"
+
+
+def _start(name: str, plan: ExportPlan, view: CheckpointView, options: EngineOptions) -> Verdict:
     skip = (skip_flag(plan.skip_layers),) if plan.skip_layers and name == "vllm" else ()
     if plan.unread is not None:
         flags = ("--quantization-param-path", f"{OUT}/{FILE_NAME}", "--kv-cache-dtype", "fp8_e4m3")

@@ -9,7 +9,7 @@ from typing import Any
 from kvq.checkpoint import CheckpointView, open_checkpoint
 from kvq.configs import KV, Q, QuantizerEntry
 from kvq.dialects import dialect_of, read_scales
-from kvq.dialects.sglang_json import is_sglang_json, read_sglang_json
+from kvq.dialects.sglang_json import FILE_NAME, is_sglang_json, read_sglang_json
 from kvq.dialects.spellings import SIDES, SPELLINGS, FoundScales
 from kvq.errors import CheckpointError, InputError
 from kvq.files import read_json
@@ -68,7 +68,12 @@ def read_reference(path: Path, compared: Compared) -> Reference:
         view = open_checkpoint(path)
         found = Reference(_by_side(read_scales(view, read_geometry(view.config, view.tensors))))
     if not found.values and not found.strangers:
-        raise InputError(f"the reference `{path}` holds no scales", code="reference.no_scales")
+        own_file = path / FILE_NAME
+        raise InputError(
+            f"the reference `{path}` holds no scales",
+            code="reference.no_scales",
+            hint=f"give `{own_file}` itself" if own_file.is_file() else None,
+        )
     return found
 
 

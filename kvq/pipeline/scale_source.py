@@ -52,6 +52,12 @@ def read_source(path: Path, wanted: Wanted, view: CheckpointView) -> ScaleSource
         KvqError: they cannot be read, belong to another architecture, or are not complete.
     """
     geometry = read_geometry(view.config, view.tensors)
+    if not path.exists():
+        raise InputError(
+            f"`{path}` does not exist",
+            code="scales.missing",
+            hint="--scales takes a calibration, a checkpoint folder or a JSON file of scales",
+        )
     if path.is_file() and path.suffix == ".json":
         return _from_json(path, wanted, view, geometry)
     if is_calibration(path) or not _is_checkpoint(path):

@@ -202,3 +202,30 @@ def test_a_configuration_without_the_query_leaves_it_out(kvq, bare, calibrated, 
     plain = bare(name="plain")
     result = export(kvq, model, plain, tmp_path / "q", "--kv-cfg", "FP8_ATTN_CFG")
     assert (result.code, result.json["error"]["code"]) == (2, "scales.not_observed")
+
+
+def test_scales_that_are_not_there_are_named(kvq, checkpoints, tmp_path):
+    result = export(kvq, checkpoints("llama"), tmp_path / "nowhere", tmp_path / "out")
+    error = result.json["error"]
+    assert (result.code, error["code"]) == (2, "scales.missing")
+    assert f"`{tmp_path / 'nowhere'}` does not exist" in error["message"]
+
+
+def test_an_engine_that_cannot_skip_layers_is_named(kvq, calibrated, tmp_path):
+    model, calibration = calibrated("llama", "--skip-layers", "1")
+    for engine, told in (("vllm", False), ("sglang", True)):
+        shown = export(kvq, model, calibration, tmp_path / engine, "--for", engine).json
+        said = [text for text in shown["notices"] if text.startswith("layers 1 are to stay")]
+        assert [f"option of {engine}" in text for text in said] == [True] * told
+        assert ("skip-layers 1" in shown["serve"][engine]) is not told
+
+
+def test_a_reference_in_a_file_beside_a_checkpoint_is_pointed_at(kvq, calibrated, tmp_path):
+    model, calibration = calibrated()
+    options = ("--dialect", "sglang-json", "--for", "sglang", "--allow-unread")
+    assert export(kvq, model, calibration, tmp_path / "out", *options).code == 0
+    error = kvq("verify", model, "--against", tmp_path / "out", "--json").json["error"]
+    assert error["code"] == "reference.no_scales"
+    assert error["hint"] == f"give `{tmp_path / 'out' / 'kv_cache_scales.json'}` itself"
+    named = kvq("verify", model, "--against", tmp_path / "out" / "kv_cache_scales.json", "--json")
+    assert named.code == 1  # compared: the model has no scales
