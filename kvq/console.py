@@ -13,7 +13,7 @@ from kvq.errors import KvqError
 if TYPE_CHECKING:
     from kvq.checks.findings import Report
     from kvq.engines.base import EngineReading
-    from kvq.pipeline.inspect import LayerRow
+    from kvq.pipeline.inspection import Inspection, LayerRow
 
 
 def answer(text: str) -> None:
@@ -89,13 +89,28 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         answer("  ".join(cells).rstrip())
 
 
-def layer_table(rows: Sequence["LayerRow"]) -> None:
-    """Write the per-layer table: amax, scale, tokens, flags."""
+def layer_table(shown: "Inspection") -> None:
+    """Write the per-layer table: amax, scale, tokens, flags.
+
+    Of a calibration also at which part of the plan each amax was raised last, and how many times
+    the 99.9th percentile of the magnitudes it is.
+    """
     sides = [side for side in ("q", "k", "v") if any(side in row.scale or side in row.amax
-                                                     for row in rows)]  # fmt: skip
-    columns = ["layer", *(f"{side} amax" for side in sides), *(f"{side} scale" for side in sides)]
-    columns += ["tokens", "flags"]
-    table(columns, [_layer_cells(row, sides) for row in rows])
+                                                     for row in shown.rows)]  # fmt: skip
+    columns: dict[str, Callable[[LayerRow, str], str]] = {
+        "{} amax": lambda row, side: f"{row.amax[side]:.4f}" if side in row.amax else "-",
+        "{} scale": lambda row, side: _scale_cell(row.scale.get(side, ())),
+    }
+    if shown.kind == "calibration":
+        columns["{} raised"] = lambda row, side: _part(row.raised.get(side), shown.batches)
+        columns["{}/p99.9"] = lambda row, side: _ratio(row.spread.get(side))
+    rows = [
+        [str(row.layer_idx), *(cell(row, side) for cell in columns.values() for side in sides),
+         "-" if row.tokens is None else str(row.tokens), "; ".join(row.flags)]
+        for row in shown.rows
+    ]  # fmt: skip
+    names = [column.format(side) for column in columns for side in sides]
+    table(["layer", *names, "tokens", "flags"], rows)
 
 
 def engine_table(reading: "EngineReading") -> None:
@@ -116,19 +131,20 @@ def engine_table(reading: "EngineReading") -> None:
         answer(f"  {text}")
 
 
-def _layer_cells(row: "LayerRow", sides: Sequence[str]) -> list[str]:
-    amax = [f"{row.amax[side]:.4f}" if side in row.amax else "-" for side in sides]
-    scale = [_scale_cell(row.scale.get(side, ())) for side in sides]
-    tokens = "-" if row.tokens is None else str(row.tokens)
-    return [str(row.layer_idx), *amax, *scale, tokens, "; ".join(row.flags)]
-
-
 def _scale_cell(values: tuple[float, ...]) -> str:
     if not values:
         return "-"
     if len(values) == 1:
         return f"{values[0]:.6g}"
     return f"[{min(values):.6g}, {max(values):.6g}]({len(values)})"
+
+
+def _part(raised: int | None, batches: int | None) -> str:
+    return "-" if raised is None or batches is None else f"{100 * raised / batches:.0f}%"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 class Progress:

@@ -1,22 +1,24 @@
 """The calibration folder: float32 statistics per head, and where they come from."""
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.files import dump_json, new_folder, read_json, write_json
+from kvq.files import dump_json, new_folder, read_json, shorten, write_json
 from kvq.quantizers import KEY, KEY_PE, KV_C, QUANTIZERS, QUERY, VALUE, QuantizerConfig
 from kvq.tensorfile import TensorInfo, read_header, read_tensor, write_float32
 
 SCHEMA = 1
 STATISTICS_NAME = "calibration.safetensors"
 CONFIG_NAME = "config.json"
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class LayerStats:
     """Observed maxima of one layer: quantizer name → amax, float32 [heads], never scales.
 
     A layer that reads another's cache has that one's K and V, and its path in `shared_from`.
-    `raised` is the number of the batch after which no head's maximum changed.
+    `raised` is the number of the batch after which no head's maximum changed. `percentile_99_9` is
+    that of the magnitudes of all heads together, in a sample of the tokens, to within 3.2 %. A
+    merged calibration has neither.
     """
 
     layer_idx: int
@@ -33,6 +37,7 @@ class LayerStats:
     tokens: int
     shared_from: str | None = None
     raised: Mapping[str, int] = field(default_factory=dict)
+    percentile_99_9: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_mla(self) -> bool:
@@ -70,6 +75,17 @@ class Calibration:
     margin: float = 1.0  # scales cover amax times this
     skip_layers: tuple[int, ...] = ()  # to be left unquantized by an engine flag
 
+    @property
+    def batches(self) -> int | None:
+        """How many batches the plan has; None for merged calibrations, which have no common one."""
+        batches: int | None = self.run.get("batch_plan", {}).get("batches")
+        return batches
+
+    @property
+    def batches_run(self) -> int | None:
+        """How many of them were run: all, unless the run ended early."""
+        return self.run.get("ended_after") or self.batches
+
     @cached_property
     def digest(self) -> str:
         """Digest of the statistics: independent of batch size, devices and mode."""
@@ -102,7 +118,7 @@ def write_calibration(calibration: Calibration, target: Path, *, overwrite: bool
         "layers": [
             {"layer_idx": layer.layer_idx, "attention": layer.attention, "tokens": layer.tokens,
              "shared_from": layer.shared_from, "provenance": _provenance(calibration, layer),
-             "raised": layer.raised}
+             "raised": layer.raised, "percentile_99_9": layer.percentile_99_9}
             for layer in calibration.layers
         ],
         "modules": [[m.path, m.class_name, m.attributes] for m in calibration.modules],
@@ -182,6 +198,18 @@ def _statistic(info: TensorInfo) -> np.ndarray:
     return amax
 
 
+def _numbers(
+    entry: Mapping[str, Any], name: str, quantizers: Iterable[str], kind: type[N]
+) -> dict[str, N]:
+    """Return numbers of quantizers, none where earlier versions recorded none."""
+    found = entry.get(name, {})
+    if not found.keys() <= set(quantizers) or not all(
+        type(number) in (int, kind) and 0 <= number < math.inf for number in found.values()
+    ):
+        raise ValueError(f"`{name}` of layer {entry['layer_idx']} is {shorten(found)}")
+    return {quantizer: kind(number) for quantizer, number in found.items()}
+
+
 def _parse(config: dict[str, Any], path: Path) -> Calibration:
     tensors = read_header(path / STATISTICS_NAME).tensors
     layers = []
@@ -198,14 +226,15 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
             )
         layers.append(
             LayerStats(entry["layer_idx"], entry["attention"], amax, entry["tokens"],
-                       entry.get("shared_from"), entry.get("raised", {}))
+                       entry.get("shared_from"), _numbers(entry, "raised", amax, int),
+                       _numbers(entry, "percentile_99_9", amax, float))
         )  # fmt: skip
     if not layers or not isinstance(config["kv_cfg"], str):
         raise ValueError("no layers, or `kv_cfg` is not a name")
     for part, keys in _NEEDED.items():
         if not isinstance(config[part], dict) or not all(key in config[part] for key in keys):
             raise ValueError(f"`{part}` lacks one of {keys}")
-    return Calibration(
+    found = Calibration(
         kv_cfg=config["kv_cfg"],
         layers=tuple(layers),
         quantizers={
@@ -219,3 +248,6 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
         margin=float(config.get("margin", 1.0)),
         skip_layers=tuple(int(layer) for layer in config.get("skip_layers", ())),
     )
+    if found.batches is not None and not 0 < int(found.batches_run or 0) <= int(found.batches):
+        raise ValueError(f"`run` has {found.batches_run!r} of {found.batches!r} batches")
+    return found

@@ -1,10 +1,11 @@
-"""The statistics of calibration: exact running maxima of magnitude per head."""
+"""The statistics of calibration: exact running maxima of magnitude per head, and their spread."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvq.calibration.magnitudes import count_magnitudes
 from kvq.errors import CalibrationError
 from kvq.geometry import CROSS, LayerGeometry
 from kvq.quantizers import QUERY
@@ -22,7 +23,11 @@ def head_amax(states: Tensor) -> Tensor:
         float32 [heads]. Exact: a maximum rounds nothing, and float32 holds every bfloat16/float16.
     """
     per_token = states.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head_size], as in memory
-    return per_token.abs().amax(0).amax(-1).float()
+    if states.element_size() != 2:
+        return per_token.abs().amax(0).amax(-1).float()
+    # magnitudes of two bytes are in the order of their bits, NaN last; integers take half the time
+    bits = per_token.view(torch.int16) & torch.iinfo(torch.int16).max
+    return bits.amax(0).amax(-1).view(states.dtype).float()
 
 
 def merge_repeated_heads(amax: Tensor, heads: int) -> Tensor | None:
@@ -46,7 +51,9 @@ def merge_repeated_heads(amax: Tensor, heads: int) -> Tensor | None:
 
 
 class Observer:
-    """Running maxima: (attention path, quantizer) → amax [heads], and how many tokens were seen.
+    """Running maxima: (attention path, quantizer) → amax [heads], and what they stand out from.
+
+    Beside them: how many tokens were seen, and how the magnitudes of a sample are distributed.
 
     Args:
         layers: the attention modules to observe. Those that share another's cache have no keys
@@ -60,6 +67,7 @@ class Observer:
         self.batch = 0  # the number of what is running, which only grows
         self.amax: dict[Key, Tensor] = {}
         self.raised: dict[Key, Tensor] = {}  # int64 [heads]: the batch that first showed `amax`
+        self.counts: dict[Key, Tensor] = {}  # int64 [BINS]: magnitudes of all heads together
         self.tokens: dict[Key, int] = {}
 
     @property
@@ -72,18 +80,23 @@ class Observer:
             if (self.queries if quantizer == QUERY else layer.shared_from is None)
         ]
 
+    def heads(self, key: Key) -> int:
+        """Return how many heads the states of a key have, and so its maxima."""
+        layer = self.layers[key[0]]
+        return layer.num_attention_heads if key[1] == QUERY else layer.num_key_value_heads
+
     def see(self, key: Key, states: Tensor) -> None:
         """Fold one batch of states [batch, heads, seq_len, head_size] into the maximum.
 
         Raises:
             CalibrationError: heads or head size are not those of the geometry.
         """
-        layer, size = self.layers[key[0]], states.shape[-1]
-        sizes = dict(layer.cached)
-        heads = layer.num_attention_heads if key[1] == QUERY else layer.num_key_value_heads
+        size, heads = states.shape[-1], self.heads(key)
+        sizes = dict(self.layers[key[0]].cached)
         if states.ndim != 4 or size != sizes.get(key[1], size):
             raise self._other_shape(key, states, heads, sizes.get(key[1], size))
-        amax = head_amax(states.detach())
+        states = states.detach()
+        amax = head_amax(states)
         if amax.numel() != heads:
             merged = merge_repeated_heads(amax, heads)
             if merged is None:
@@ -98,6 +111,12 @@ class Observer:
             self.raised[key] = torch.where(amax > seen, self.batch, raised)
             amax = torch.maximum(seen, amax)
         self.amax[key] = amax
+        counts = count_magnitudes(states)
+        before = self.counts.get(key)
+        if before is None:
+            self.counts[key] = counts.long()
+        else:
+            self.counts[key] = before.to(counts.device).add_(counts)
         self.tokens[key] = self.tokens.get(key, 0) + states.shape[0] * states.shape[2]
 
     def _other_shape(self, key: Key, states: Tensor, heads: int, size: int) -> CalibrationError:

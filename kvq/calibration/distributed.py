@@ -4,7 +4,7 @@ They are started by torchrun, which also ends all of them when one fails.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from kvq.calibration.amax import Observer
+from kvq.calibration.amax import Key, Observer
+from kvq.calibration.magnitudes import BINS
 from kvq.errors import InputError, KvqError
-from kvq.quantizers import QUERY
 
 T = TypeVar("T")
 
@@ -114,31 +114,70 @@ def check_same(ours: Ranks, what: Any) -> None:
         )
 
 
-def merge(ours: Ranks, observer: Observer, device: torch.device) -> None:
-    """Give every process the maxima and token counts of all; exact, and in any order.
+def first_maxima(
+    ours: Ranks, observer: Observer, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the maxima of all processes, and the batches that showed them first.
 
-    Of batches that show the same maximum, the one with the lowest number counts.
+    Of batches that show the same maximum, the one with the lowest number counts: exact, and in any
+    order. NaN counts as infinity, which is refused alike.
 
-    NaN counts as infinity, which is refused alike.
+    Args:
+        ours: this process.
+        observer: what it has seen, which stays as it is.
+        device: where the processes exchange it.
+
+    Returns:
+        float32 and int64 [heads of all that is expected, in its order]; 0 and the largest int64
+        where no process has seen anything.
     """
+    never = torch.iinfo(torch.int64).max
+    sizes = {key: observer.heads(key) for key in observer.expected}
+    mine = _joined(observer.amax, sizes, torch.zeros(1), device)
+    mine.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    raised = _joined(observer.raised, sizes, torch.tensor([never]), device)
+    amax = mine.clone()
+    if ours.world > 1:
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        raised[mine < amax] = never
+        dist.all_reduce(raised, dist.ReduceOp.MIN)
+    return amax, raised
+
+
+def _joined(
+    found: Mapping[Key, torch.Tensor], sizes: Mapping[Key, int], default: torch.Tensor,
+    device: torch.device,
+) -> torch.Tensor:  # fmt: skip
+    """Return one tensor of what was found under each key, or as many of the default."""
+    parts = (found.get(key, default.expand(size)) for key, size in sizes.items())
+    return torch.cat([part.to(device) for part in parts])
+
+
+def merge(ours: Ranks, observer: Observer, device: torch.device) -> None:
+    """Give every process what all have seen: exact, and in any order."""
     if ours.world == 1:
         return
-    for key in observer.expected:
-        layer = observer.layers[key[0]]
-        heads = layer.num_attention_heads if key[1] == QUERY else layer.num_key_value_heads
-        seen = observer.amax.get(key)
-        amax = torch.zeros(heads, device=device) if seen is None else seen.nan_to_num(nan=torch.inf)
-        tokens = torch.tensor(observer.tokens.get(key, 0), device=device)
-        mine = amax.clone()
-        dist.all_reduce(amax, dist.ReduceOp.MAX)
-        dist.all_reduce(tokens)
-        raised = torch.full((heads,), torch.iinfo(torch.int64).max, device=device)
-        if seen is not None:
-            raised = torch.where(mine == amax, observer.raised[key], raised)
-        dist.all_reduce(raised, dist.ReduceOp.MIN)
-        if int(tokens):
-            observer.amax[key], observer.tokens[key] = amax, int(tokens)
-            observer.raised[key] = raised
+    keys = observer.expected
+    amax, raised = first_maxima(ours, observer, device)
+    counts = _joined(observer.counts, dict.fromkeys(keys, BINS), torch.tensor([0]), device)
+    tokens = torch.tensor([observer.tokens.get(key, 0) for key in keys], device=device)
+    dist.all_reduce(counts)
+    dist.all_reduce(tokens)
+    sizes = [observer.heads(key) for key in keys]
+    parts = zip(keys, amax.split(sizes), raised.split(sizes), counts.split(BINS), tokens.tolist(),
+                strict=True)  # fmt: skip
+    for key, *merged, seen in parts:
+        if seen:
+            observer.amax[key], observer.raised[key], observer.counts[key] = merged
+            observer.tokens[key] = seen
+
+
+def furthest(ours: Ranks, number: int) -> int:
+    """Return the largest of the numbers that the processes give."""
+    found = torch.tensor(number)
+    if ours.world > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
 
 
 @contextmanager

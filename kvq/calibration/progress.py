@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvq.errors import CheckpointError, InputError
 from kvq.files import dump_json, read_json, shorten
 from kvq.tensorfile import read_bytes
 
-SCHEMA = 1
+SCHEMA = 2
 STATE_NAME = "progress.json"
 LOCK_NAME = "lock"
 _SHOWN = 3  # differences in one error
@@ -33,20 +34,21 @@ class State:
     Attributes:
         mode: `memory` or `streaming`.
         position: what the mode needs to go on.
-        amax: by attention path and quantizer, float32 [heads], the batches that raised it, int64
-            [heads], and how many tokens were seen.
+        seen: of each attention path and quantizer, amax, float32 [heads], the batches that raised
+            it, int64 [heads], the counted magnitudes, int64 [BINS], and how many tokens were seen.
     """
 
     mode: str
     identity: Mapping[str, Any]
     position: Mapping[str, Any]
-    amax: Mapping[tuple[str, str], tuple[np.ndarray, np.ndarray, int]]
+    seen: Mapping[tuple[str, str], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
     def restore(self, observer: Observer, device: torch.device) -> None:
         """Let an observer that has seen nothing go on from here."""
-        for key, (amax, raised, tokens) in self.amax.items():
+        for key, (amax, raised, counts, tokens) in self.seen.items():
             observer.amax[key] = torch.from_numpy(amax).to(device)
             observer.raised[key] = torch.from_numpy(raised).to(device)
+            observer.counts[key] = torch.from_numpy(counts).to(device)
             observer.tokens[key] = tokens
 
 
@@ -61,11 +63,12 @@ def write_state(
 ) -> None:  # fmt: skip
     """Replace the state in one step; a process killed meanwhile leaves the old one."""
     seen = [
-        [*key, _encoded(amax, "<f4"), _encoded(observer.raised[key], "<i8"), observer.tokens[key]]
+        [*key, _encoded(amax, "<f4"), _encoded(observer.raised[key], "<i8"),
+         _encoded(observer.counts[key], "<i8"), observer.tokens[key]]
         for key, amax in sorted(observer.amax.items())
     ]  # fmt: skip
     state = {"schema": SCHEMA, "mode": mode, "identity": identity, "position": position,
-             "amax": seen}  # fmt: skip
+             "seen": seen}  # fmt: skip
     text = dump_json({**state, "digest": _digest(state)})
     part = folder / f"{STATE_NAME}.part"
     with part.open("w", encoding="utf-8") as file:
@@ -87,18 +90,20 @@ def read_state(folder: Path) -> State:
         digest = found.pop("digest", None)
         if digest != _digest(found):
             raise damaged(path, "its digest is another")
-        amax = {
-            (attention, quantizer): (_decoded(amax, "<f4"), _decoded(raised, "<i8"), tokens)
-            for attention, quantizer, amax, raised, tokens in found["amax"]
-        }
         if found["schema"] != SCHEMA:
             raise damaged(path, f"its schema is {found['schema']}, expected {SCHEMA}")
-        return State(found["mode"], found["identity"], found["position"], amax)
+        seen = {
+            (attention, quantizer): (
+                _decoded(amax, "<f4"), _decoded(raised, "<i8"), _decoded(counts, "<i8"), tokens
+            )
+            for attention, quantizer, amax, raised, counts, tokens in found["seen"]
+        }  # fmt: skip
+        return State(found["mode"], found["identity"], found["position"], seen)
     except CheckpointError as error:
         if error.code == "progress.damaged":
             raise
         raise damaged(path, str(error)) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
         raise damaged(path, shorten(error)) from error
 
 
@@ -137,11 +142,12 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def _encoded(values: torch.Tensor, dtype: str) -> str:
-    return base64.b64encode(values.cpu().numpy().astype(dtype).tobytes()).decode()
+    data = values.cpu().numpy().astype(dtype).tobytes()
+    return base64.b64encode(zlib.compress(data, 1)).decode()  # most counts are 0
 
 
 def _decoded(text: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype).copy()
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
 
 
 def _digest(state: Mapping[str, Any]) -> str:

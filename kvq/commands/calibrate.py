@@ -67,6 +67,9 @@ def calibrate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an unfinished calibration of the same.")
     ] = False,
+    stop_when_stable: Annotated[
+        bool, typer.Option("--stop-when-stable", help="End once half the data raised no maximum.")
+    ] = False,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -82,7 +85,6 @@ def calibrate(
         from kvq.outliers import skip_flag
         from kvq.pipeline.calibrate import CalibrateOptions
         from kvq.pipeline.calibrate import calibrate as run
-        from kvq.pipeline.convergence import convergence
         from kvq.pipeline.inspect import inspect_calibration
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
@@ -101,7 +103,7 @@ def calibrate(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
         skip_layers=skip_layers, margin=margin,
         overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
-        device_map=device_map, resume=resume,
+        device_map=device_map, resume=resume, stop_when_stable=stop_when_stable,
         memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
     first = ranks().first
@@ -114,10 +116,8 @@ def calibrate(
         console.document({**shown.to_json(), "command": "calibrate", "out": str(out)})
         return
     console.answer(shown.tree)
-    console.layer_table(shown.rows)
-    if (reached := convergence(calibration)) is not None:
-        console.answer(reached)
-    console.answer(f"{shown.summary}\nwrote {out}")
+    console.layer_table(shown)
+    console.answer(f"{shown.convergence}\n{shown.summary}\nwrote {out}")
     if calibration.skip_layers:
         console.answer(f"serve it with: vllm serve ... {skip_flag(calibration.skip_layers)}")
 

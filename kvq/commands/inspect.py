@@ -64,7 +64,9 @@ def inspect(
         console.document(shown.scales() if scales else shown.to_json())
         return
     if scales:
-        console.layer_table(shown.rows)
+        console.layer_table(shown)
     elif shown.tree:
         console.answer(shown.tree)
+    if shown.convergence is not None:
+        console.answer(shown.convergence)
     console.answer(shown.summary)

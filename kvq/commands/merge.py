@@ -32,5 +32,5 @@ def merge(
     if json:
         console.document({**shown.to_json(), "command": "merge", "out": str(out)})
         return
-    console.layer_table(shown.rows)
-    console.answer(f"{shown.summary}\nwrote {out}")
+    console.layer_table(shown)
+    console.answer(f"{shown.convergence}\n{shown.summary}\nwrote {out}")

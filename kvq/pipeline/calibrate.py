@@ -21,7 +21,7 @@ from kvq.geometry import (
 from kvq.outliers import advice, outlier_layers, without_layers
 from kvq.pipeline.job import Job, Notify, Progress
 from kvq.pipeline.locate import locate
-from kvq.pipeline.observe import observe
+from kvq.pipeline.observe import no_early_end, observe
 from kvq.pipeline.resume import check_resumable, session
 from kvq.quantizers import QUERY
 from kvq.state import Calibration, write_calibration
@@ -51,6 +51,7 @@ class CalibrateOptions:
     memory_budget: int | None = None  # bytes of hidden states to keep in memory while streaming
     device_map: str | None = None  # `auto`: accelerate spreads the model over all devices
     resume: bool = False  # go on with the progress of an unfinished calibration of the same
+    stop_when_stable: bool = False  # end early once twice the data has changed nothing
 
 
 def calibrate(
@@ -131,6 +132,8 @@ def _check_options(options: CalibrateOptions, entries: QuantConfig, ours: "Ranks
             code="option.device_map",
             hint="leave one of them out",
         )
+    if options.stop_when_stable and options.streaming:
+        raise no_early_end("--streaming")
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(
             f"--batch-size is {options.batch_size}, expected at least 1 or `auto`",

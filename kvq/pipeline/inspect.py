@@ -1,12 +1,11 @@
 """Describe a calibration or a checkpoint: tree, per-layer table, one sentence."""
 
-import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,76 +18,18 @@ from kvq.dialects.spellings import SPELLINGS, FoundScales
 from kvq.errors import CalibrationError
 from kvq.formats import get_format
 from kvq.geometry import Geometry, read_geometry
-from kvq.outliers import KeyTraits, advice, amax_flags, bias_flags, read_key_traits
+from kvq.outliers import advice, amax_flags, bias_flags, read_key_traits
+from kvq.pipeline.convergence import convergence
+from kvq.pipeline.inspection import Inspection, LayerRow
 from kvq.provenance import Provenance, read_provenance
 from kvq.quantizers import KEY_PE, KV_C, QuantizerConfig
 from kvq.scales import SHORT, compute_scales
 from kvq.state import Calibration, Module, is_calibration, read_calibration
 from kvq.tree import attention_lines, calibration_tree, render_tree
 
+N = TypeVar("N", int, float)
 SHORT_FORMAT = {"fp8_e4m3": "fp8"}
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    """One line of the per-layer table; amax and scale per side, flags in words."""
-
-    layer_idx: int
-    attention: str
-    amax: Mapping[str, float]
-    scale: Mapping[str, tuple[float, ...]]
-    tokens: int | None
-    flags: tuple[str, ...]
-    traits: KeyTraits | None = None
-    tensors: Mapping[str, str] = field(default_factory=dict)  # side → name of the scale
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What `inspect` shows."""
-
-    kind: str
-    tree: str
-    rows: tuple[LayerRow, ...]
-    summary: str
-    uncached: tuple[int, ...] = ()
-    drafts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attention → side → name
-
-    def scales(self) -> dict[str, Any]:
-        """Return the scales document that `verify --against` reads."""
-        named = {
-            row.tensors.get(side, SPELLINGS["attention"].tensor(row.attention, side)): (
-                numbers[0] if len(numbers) == 1 else numbers
-            )
-            for row in self.rows
-            for side, values in row.scale.items()
-            for numbers in [_json_numbers(values)]
-        }
-        return {"schema": 1, "scales": named}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document of `inspect --json`."""
-        return {
-            "schema": 1,
-            "command": "inspect",
-            "kind": self.kind,
-            "summary": self.summary,
-            "layers_without_cache": list(self.uncached),
-            "draft_layers": {path: dict(tensors) for path, tensors in self.drafts.items()},
-            "layers": [
-                {
-                    "layer_idx": row.layer_idx,
-                    "attention": row.attention,
-                    "amax": {side: _json_numbers([value])[0] for side, value in row.amax.items()},
-                    "scale": {side: _json_numbers(values) for side, values in row.scale.items()},
-                    "tokens": row.tokens,
-                    "flags": list(row.flags),
-                    **_json_traits(row.traits),
-                }
-                for row in self.rows
-            ],
-        }
 
 
 def inspect(path: Path) -> Inspection:
@@ -113,9 +54,11 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
     rows = [
         LayerRow(
             layer.layer_idx, layer.attention,
-            _amax_by_side({name: float(amax.max()) for name, amax in layer.amax.items()}),
+            _by_side({name: float(amax.max()) for name, amax in layer.amax.items()}),
             by_layer.get(layer.attention, {}), layer.tokens,
             (f"shared from {layer.shared_from}",) if layer.shared_from else (),
+            raised=_by_side({name: number + 1 for name, number in layer.raised.items()}),
+            percentile_99_9=_by_side(layer.percentile_99_9),
         )
         for layer in calibration.layers
     ]  # fmt: skip
@@ -126,13 +69,17 @@ def inspect_calibration(calibration: Calibration) -> Inspection:
         f"{data['source']['name']}{problem}"
     )
     flagged = _flagged(rows, calibration.skip_layers)
-    return Inspection("calibration", calibration_tree(calibration), flagged, summary)
+    return Inspection(
+        "calibration", calibration_tree(calibration), flagged, summary,
+        batches=calibration.batches, batches_run=calibration.batches_run,
+        convergence=convergence(calibration),
+    )  # fmt: skip
 
 
-def _amax_by_side(amax: Mapping[str, float]) -> dict[str, float]:
-    """Return amax by side; under MLA the latent stands under k, the rotary part under v."""
+def _by_side(found: Mapping[str, N]) -> dict[str, N]:
+    """Return numbers by side; under MLA the latent stands under k, the rotary part under v."""
     names = {KV_C: "k", KEY_PE: "v"}
-    return {names.get(name, SHORT[name]): value for name, value in amax.items()}
+    return {names.get(name, SHORT[name]): value for name, value in found.items()}
 
 
 def _flagged(rows: list[LayerRow], skipped: Collection[int] = ()) -> tuple[LayerRow, ...]:
@@ -281,16 +228,3 @@ _FILE_SCALE = re.compile(r"\.[qkv]_scale$")
 def _layer_number(attention: str) -> int:
     numbers = re.findall(r"\.(\d+)\.", attention)
     return int(numbers[0]) if numbers else -1
-
-
-def _json_traits(traits: KeyTraits | None) -> dict[str, Any]:
-    found = {} if traits is None else vars(traits)
-    return {
-        key: _json_numbers([value])[0] if isinstance(value, float) else value
-        for key, value in found.items()
-    }
-
-
-def _json_numbers(values: Iterable[float]) -> list[float | str]:
-    """Return numbers as JSON has them; NaN and infinity, which it has not, as text."""
-    return [value if math.isfinite(value) else repr(value) for value in values]

@@ -61,14 +61,29 @@ class Job:
         return self.options.batch_size or automatic
 
     @property
+    def whole_plan(self) -> Sequence[tuple[int, ...]]:
+        """All batches, as indices into the sequences."""
+        return plan_batches(self.data.sequences, self.batch_size)
+
+    @property
     def plan(self) -> Sequence[tuple[int, ...]]:
-        """The batches that this process runs, as indices into the sequences."""
-        return self.ranks.own(plan_batches(self.data.sequences, self.batch_size))
+        """The batches that this process runs."""
+        return self.ranks.own(self.whole_plan)
 
     @property
     def numbers(self) -> Sequence[int]:
         """Their numbers in the whole plan."""
-        return self.ranks.own(range(len(plan_batches(self.data.sequences, self.batch_size))))
+        return self.ranks.own(range(len(self.whole_plan)))
+
+    @property
+    def boundaries(self) -> Sequence[int]:
+        """After how many batches of the whole plan the run may end early."""
+        from kvq.calibration.stability import boundaries
+
+        if not self.options.stop_when_stable:
+            return ()
+        tokens = [sum(len(self.data.sequences[i]) for i in batch) for batch in self.whole_plan]
+        return boundaries(tokens, self.options.data.min_tokens)
 
 
 def progress_folder(target: Path, ranks: "Ranks") -> Path:

@@ -94,13 +94,14 @@ def calibrate(
             "weight_fingerprint": weights,
         },
         data=data,
-        run=_run_record(model),
+        run=_run_record(model, len(tally.digests)),
     )
 
 
-def _run_record(model: Any) -> dict[str, Any]:
+def _run_record(model: Any, batches: int) -> dict[str, Any]:
     return {
         "observer": "amax",
+        "batch_plan": {"batches": batches},
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": str(model.config.get_text_config(decoder=True)._attn_implementation),

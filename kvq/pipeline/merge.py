@@ -131,5 +131,9 @@ def _merged_layer(layers: Sequence[LayerStats]) -> LayerStats:
     amax = {
         name: reduce(np.maximum, [layer.amax[name] for layer in layers]) for name in layers[0].amax
     }
-    # `raised` counts the batches of one run; the runs have no order among them
-    return replace(layers[0], amax=amax, tokens=sum(one.tokens for one in layers), raised={})
+    # `raised` counts the batches of one run, and the runs have no order among them; a percentile
+    # of all is not to be had from the percentiles of each
+    return replace(
+        layers[0], amax=amax, tokens=sum(one.tokens for one in layers), raised={},
+        percentile_99_9={},
+    )  # fmt: skip

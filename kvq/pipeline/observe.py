@@ -1,19 +1,23 @@
 """Run the model over the data: whole in memory, or streamed layer by layer."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvq.calibration.batches import describe_plan
 from kvq.calibration.data import CalibrationData
 from kvq.checkpoint import config_digest, weight_fingerprint
-from kvq.errors import UnsupportedModelError
+from kvq.errors import InputError, UnsupportedModelError
 from kvq.pipeline.job import Job, Notify, Progress
 from kvq.pipeline.record import layer_statistics, model_identity, versions
 from kvq.pipeline.resume import Session
 from kvq.state import Calibration, Module
 
 if TYPE_CHECKING:
+    import torch
+
     from kvq.calibration.amax import Observer
     from kvq.calibration.model import LoadedModel
     from kvq.calibration.streaming.loop import Position, Stream
@@ -23,11 +27,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run saw, and the model it saw it in."""
+    """What a run saw, the model it saw it in, and where it ended, if before its plan did."""
 
     observer: "Observer"
     loaded: "LoadedModel"
     modules: tuple[Module, ...]
+    ended_after: int | None = None  # batches of the whole plan
 
 
 def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
@@ -56,11 +61,13 @@ def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
             "config_digest": config_digest(job.view.config),
             "weight_fingerprint": weight_fingerprint(job.view),
         },
-        data=job.data.identity,
+        data=_seen(job, outcome.ended_after),
         margin=job.options.margin,
         run={
             "observer": "amax",
             "batch_plan": describe_plan(job.data.sequences, job.batch_size),
+            "stop_when_stable": job.options.stop_when_stable,
+            "ended_after": outcome.ended_after,
             "device": loaded.device.type,
             "dtype": loaded.dtype,
             "attention": loaded.attention,
@@ -70,10 +77,31 @@ def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
     )
 
 
+def _seen(job: Job, ended_after: int | None) -> dict[str, Any]:
+    """Return the identity of the data with the amounts that were run, and those that were given."""
+    given = dict(job.data.identity)
+    if ended_after is None:
+        return given
+    run = [job.data.sequences[i] for batch in job.whole_plan[:ended_after] for i in batch]
+    amounts = {"sequences": len(run), "tokens": sum(len(sequence) for sequence in run)}
+    return given | amounts | {"given": {name: given[name] for name in amounts}}
+
+
+def no_early_end(why: str) -> InputError:
+    """Return the error of --stop-when-stable where the model is streamed."""
+    return InputError(
+        f"--stop-when-stable cannot end a streamed run early ({why}): each layer sees all batches "
+        "before the next one sees any",
+        code="option.stop_when_stable",
+        hint="leave it out, or lower --num-samples",
+    )
+
+
 def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
     from kvq.calibration.model import load_model
     from kvq.calibration.modules import attention_modules, module_list
     from kvq.calibration.run import run_batches
+    from kvq.calibration.stability import stable
 
     options = job.options
     loaded = load_model(
@@ -92,14 +120,39 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
         run.state.restore(observer, loaded.device)
         run.notify(f"Resumed after {start} batches.")
     attentions = attention_modules(loaded.body, job.attentions)
+    boundaries = _boundaries_ahead(job, start, loaded.device, run.notify)
     saver = run.saver("memory", observer)
     with saver.interruptible():
-        run_batches(
+        ended_after = run_batches(
             loaded, attentions, observer, job.data.sequences, job.plan, progress,
             cross=job.geometry.is_encoder_decoder, numbers=job.numbers, start=start,
             after_batch=lambda done: saver.after_batch(lambda: {"batches": done}),
+            boundaries=boundaries, may_end=partial(stable, job.ranks, observer),
         )  # fmt: skip
-    return Outcome(observer, loaded, modules)
+    return Outcome(observer, loaded, modules, ended_after)
+
+
+def _boundaries_ahead(
+    job: Job, start: int, device: "torch.device", notify: Notify
+) -> Sequence[int]:
+    """Return the boundaries that no process has passed; a resumed one has those behind it.
+
+    Args:
+        job: the calibration.
+        start: how many runs this process has behind it.
+        device: where it runs.
+        notify: is told where there are none at all.
+    """
+    from kvq.calibration.distributed import furthest
+    from kvq.calibration.run import runs
+
+    if not job.options.stop_when_stable:
+        return ()
+    if not job.boundaries:
+        notify(f"--stop-when-stable changes nothing: {len(job.whole_plan)} batches are too few.")
+    numbers = [number for number, _ in runs(job.plan, device, job.numbers)]
+    passed = furthest(job.ranks, numbers[start - 1] if start else -1)
+    return [boundary for boundary in job.boundaries if boundary > passed]
 
 
 def _streamed(job: Job, run: Session, progress: Progress | None) -> Outcome | None:
@@ -125,6 +178,8 @@ def _streamed_if_needed(job: Job, run: Session, progress: Progress | None) -> Ou
     sizes = (
         f"the weights take {needed / GIB:.1f} GiB, and {job.device} has {there / GIB:.1f} GiB left"
     )
+    if job.options.stop_when_stable:
+        raise no_early_end(sizes)
     try:
         return _stream(job, "" if fits else f"{sizes}: ", run, progress)
     except NotStreamable as reason:

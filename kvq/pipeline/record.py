@@ -17,20 +17,25 @@ Key = tuple[str, str]  # attention path, quantizer
 def layer_statistics(
     layers: Sequence[LayerGeometry], results: Mapping[Key, Any], observer: Any
 ) -> tuple[LayerStats, ...]:
-    """Return each layer's maxima; a layer that reads another's cache has that one's."""
+    """Return each layer's statistics; a layer that reads another's cache has that one's."""
+    from kvq.calibration.magnitudes import percentile_99_9
+
     found = []
     for layer in layers:
         source = layer.shared_from or layer.attention
-        amax, raised = {}, {}
+        amax, raised, percentiles = {}, {}, {}
         for quantizer in layer.quantizers:
             key = (layer.attention if quantizer == QUERY else source, quantizer)
             if key in results:
                 amax[quantizer] = np.asarray(results[key].numpy(), np.float32)
                 raised[quantizer] = int(observer.raised[key].max())
+                percentile = percentile_99_9(observer.counts[key].cpu().numpy())
+                percentiles[quantizer] = min(percentile, float(amax[quantizer].max()))
         seen = observer.tokens[source, layer.cached[0][0]]
         found.append(
-            LayerStats(layer.layer_idx, layer.attention, amax, seen, layer.shared_from, raised)
-        )
+            LayerStats(layer.layer_idx, layer.attention, amax, seen, layer.shared_from, raised,
+                       percentiles)
+        )  # fmt: skip
     return tuple(found)
 
 

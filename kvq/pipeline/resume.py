@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvq.calibration.saving import Saver
 
 # Errors after which the same state may still be of use; others would come again.
-_PASSING = ("calibrate.memory", "streaming.disk")
+_PASSING = ("calibrate.memory", "streaming.disk", "ranks.lost")
 
 
 @dataclass
@@ -135,6 +135,7 @@ def _identity(job: Job) -> dict[str, Any]:
             "--dtype": options.dtype,
             "--margin": options.margin,
             "--skip-layers": options.skip_layers,
+            "--stop-when-stable": options.stop_when_stable,
         },
         "device": name,
         "threads": cpu_threads(),
