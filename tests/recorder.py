@@ -11,7 +11,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 def record(
     path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: str, device: str = "cpu"
 ):
-    """Return {(layer, side): amax [heads]} of full forward passes, one row at a time.
+    """Return {(layer, side): amax [heads]} of full forward passes, one row at a time."""
+    found = record_each(path, rows, dtype, implementation, device)
+    return {key: torch.stack(values).amax(0).cpu().numpy() for key, values in found.items()}
+
+
+def record_each(
+    path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: str, device: str = "cpu",
+    keep=lambda states: states.abs().amax(dim=(0, 2, 3)),
+):  # fmt: skip
+    """Return {(layer, side): what is kept of each row's states, in their order}.
 
     Independent of kvq: transformers' own registration of an attention function, whole model with
     head, attention inputs q, k, v [1, heads, seq_len, head_dim].
@@ -26,7 +35,7 @@ def record(
     def wrap(original):
         def attention(module, query, key, value, *args, **kwargs):
             for side, states in zip("qkv", (query, key, value), strict=True):
-                found[module.layer_idx, side].append(states.float().abs().amax(dim=(0, 2, 3)))
+                found[module.layer_idx, side].append(keep(states.float()))
             return original(module, query, key, value, *args, **kwargs)
 
         return attention
@@ -49,7 +58,7 @@ def record(
             code.eager_attention_forward = before
         else:
             del ALL_ATTENTION_FUNCTIONS[implementation]
-    return {key: torch.stack(values).amax(0).cpu().numpy() for key, values in found.items()}
+    return found
 
 
 def record_cache(model, inputs: Iterable[dict]) -> dict[str, tuple]:
