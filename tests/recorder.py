@@ -3,9 +3,35 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def head_amax(states: torch.Tensor) -> torch.Tensor:
+    return states.abs().amax(dim=(0, 2, 3))
+
+
+def stacked_amax(values: list) -> np.ndarray:
+    return torch.stack(values).amax(0).cpu().numpy()
+
+
+def sampled_percentile(values: list) -> np.ndarray:
+    """The 99.9th percentile of `sampled_magnitudes`."""
+    return np.percentile(np.concatenate(values), 99.9, method="inverted_cdf")
+
+
+def sampled_magnitudes(states: torch.Tensor) -> np.ndarray:
+    """The magnitudes of [batch, heads, seq_len, head_size] that kvq.calibration.magnitudes counts.
+
+    All positions of a short sequence; of one of 64 or more every n-th from the middle of the first
+    n on, with the n that leaves 32 to 63.
+    """
+    length = states.shape[2]
+    stride = max(1, length // 32)
+    positions = [p for p in range(length) if p % stride == stride // 2]
+    return states[:, :, positions].abs().flatten().cpu().numpy()
 
 
 def record(
@@ -13,12 +39,12 @@ def record(
 ):
     """Return {(layer, side): amax [heads]} of full forward passes, one row at a time."""
     found = record_each(path, rows, dtype, implementation, device)
-    return {key: torch.stack(values).amax(0).cpu().numpy() for key, values in found.items()}
+    return {key: stacked_amax(values) for key, values in found.items()}
 
 
 def record_each(
     path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: str, device: str = "cpu",
-    keep=lambda states: states.abs().amax(dim=(0, 2, 3)),
+    keep=head_amax,
 ):  # fmt: skip
     """Return {(layer, side): what is kept of each row's states, in their order}.
 
@@ -61,8 +87,12 @@ def record_each(
     return found
 
 
-def record_cache(model, inputs: Iterable[dict]) -> dict[str, tuple]:
+def record_cache(
+    model, inputs: Iterable[dict], keep=head_amax, join=stacked_amax
+) -> dict[str, tuple]:
     """Return {module: (K amax [heads], V amax [heads])} of what any transformers cache is handed.
+
+    With `keep` and `join`, what they make of each state and of all of them.
 
     Independent of kvq: the whole model with the cache it makes itself, `Cache.update` recorded,
     the module found as the `self` of the calling frame. Nothing is stored, so that states keep
@@ -96,7 +126,7 @@ def record_cache(model, inputs: Iterable[dict]) -> dict[str, tuple]:
         if latent is not None and key_states.shape[1] > 1:
             first, rope = latent.unsqueeze(1), module.qk_rope_head_dim
             second = key_states[:, :1, :, -rope:] if rope else first
-        found[name].append([s.float().abs().amax(dim=(0, 2, 3)) for s in (first, second)])
+        found[name].append([keep(states.float()) for states in (first, second)])
         if layer_idx < len(self.layers):  # some models look at the layer that they updated
             self.layers[layer_idx].keys = key_states
         return key_states, value_states
@@ -113,7 +143,7 @@ def record_cache(model, inputs: Iterable[dict]) -> dict[str, tuple]:
         for hook in hooks:
             hook.remove()
     return {
-        name: tuple(torch.stack([pair[i] for pair in pairs]).amax(0).cpu().numpy() for i in (0, 1))
+        name: tuple(join([pair[i] for pair in pairs]) for i in (0, 1))
         for name, pairs in found.items()
     }
 

@@ -10,7 +10,7 @@ import transformers
 from kvq.geometry import read_geometry
 from kvq.state import read_calibration
 from tests import zoo
-from tests.recorder import record_cache
+from tests.recorder import record_cache, sampled_magnitudes, sampled_percentile
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # family: kind of zoo entry, attention path of its first layer, its cached layers' kinds,
@@ -114,6 +114,10 @@ def test_family(kvq, family, tmp_path):
         for quantizer, amax in zip(layer.quantizers[1:], expected, strict=True):
             np.testing.assert_array_equal(layer.amax[quantizer], amax[:: amax.size // layer.amax[
                 quantizer].size])  # fmt: skip
+    percentiles = record_cache(model, inputs, keep=sampled_magnitudes, join=sampled_percentile)
+    for layer, expected in zip(own, percentiles.values(), strict=True):
+        for quantizer, true in zip(layer.quantizers[1:], expected, strict=True):
+            assert abs(layer.percentile_99_9[quantizer] / true - 1) < 1 / 31
 
     # what vLLM 0.32 cannot load, scales or not; gemma3 as it is saved by transformers 5
     unbuilt = name in ("jamba", "mpt", "t5", "bart", "gemma3")
@@ -146,8 +150,11 @@ def test_layers_that_share_a_cache_get_the_scales_of_the_layer_they_read(kvq, fa
         for side in "kv":
             shared = scales[f"{layer.shared_from}.{side}_scale"]
             assert scales[f"{layer.attention}.{side}_scale"] == shared
-    provenance = json.loads((tmp_path / "c" / "config.json").read_text())["layers"][-1]
-    assert provenance["provenance"]["k_bmm_quantizer"].startswith("shared from model.layers.")
+    *before, last = json.loads((tmp_path / "c" / "config.json").read_text())["layers"]
+    assert last["provenance"]["k_bmm_quantizer"].startswith("shared from model.layers.")
+    donor = next(layer for layer in before if layer["attention"] == last["shared_from"])
+    for name in ("raised", "percentile_99_9"):
+        assert last[name] == donor[name] != {}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32"], indirect=True)

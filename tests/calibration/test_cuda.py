@@ -74,3 +74,27 @@ def test_every_kind_of_cache_is_observed_on_the_device(name):
     for layer, expected in zip(own, recorded, strict=True):
         for quantizer, amax in zip(layer.quantizers[1:], expected, strict=True):
             np.testing.assert_array_equal(layer.amax[quantizer], amax)
+
+
+@NO_CUDA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_observing_never_waits_for_the_device_and_counts_what_the_cpu_counts(dtype):
+    from kvq.calibration.amax import Observer
+    from kvq.geometry import LayerGeometry
+
+    layers = [LayerGeometry(0, "full_attention", "layers.0", 4, 2, 16, 16)]
+    key = "layers.0", "k_bmm_quantizer"
+    states = [torch.randn(3, length, 2, 16).to(dtype).transpose(1, 2) for length in (7, 200, 64)]
+    states[0][0, 0, 0, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    on_cpu, on_cuda = (Observer(layers, queries=False) for _ in range(2))
+    moved = [one.cuda() for one in states]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for one in moved:
+            on_cuda.see(key, one)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one in states:
+        on_cpu.see(key, one)
+    assert torch.equal(on_cuda.counts[key].cpu(), on_cpu.counts[key])
+    torch.testing.assert_close(on_cuda.amax[key].cpu(), on_cpu.amax[key], equal_nan=True)

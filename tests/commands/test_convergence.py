@@ -11,7 +11,7 @@ import torch
 from kvq.calibration.batches import Sequence, plan_batches
 from kvq.calibration.stability import boundaries
 from kvq.state import read_calibration
-from tests.recorder import record_each
+from tests.recorder import record_each, sampled_magnitudes, sampled_percentile
 
 SIDES = {"q": "q_bmm_quantizer", "k": "k_bmm_quantizer", "v": "v_bmm_quantizer"}
 
@@ -158,25 +158,16 @@ def test_a_streamed_run_cannot_end_early(calibrate, tmp_path, monkeypatch):
     assert "the weights take" in result.json["error"]["message"]
 
 
-def sampled(length):
-    """As kvq.calibration.magnitudes documents it."""
-    stride = max(1, length // 32)
-    return range(stride // 2, length, stride)
-
-
 def test_amax_over_the_percentile_is_that_of_plainly_recorded_states(kvq, checkpoints, tmp_path):
     model = checkpoints("llama", max_position_embeddings=256)
     rows = [row(seed, length) for seed, length in enumerate([5, 40, 63, 64, 150, 256] * 3)]
     data = write(tmp_path / "rows.jsonl", rows)
     argv = ["--dataset", data, "--seq-len", 256, "--kv-cfg", "FP8_ATTN_CFG", "--json"]
     shown = kvq("calibrate", model, *argv, "-o", tmp_path / "c").json
-    expected = record_each(
-        model, rows, torch.bfloat16, "sdpa",
-        keep=lambda states: states[:, :, sampled(states.shape[2])].abs().flatten().numpy(),
-    )  # fmt: skip
+    expected = record_each(model, rows, torch.bfloat16, "sdpa", keep=sampled_magnitudes)
     layers = config(tmp_path / "c")["layers"]
     for (layer, side), magnitudes in expected.items():
-        true = np.percentile(np.concatenate(magnitudes), 99.9, method="inverted_cdf")
+        true = sampled_percentile(magnitudes)
         found = layers[layer]["percentile_99_9"][SIDES[side]]
         assert abs(found / true - 1) < 1 / 31
         entry = shown["layers"][layer]

@@ -1,5 +1,6 @@
 """torchrun -m kvq calibrate: several processes, the bytes of one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -45,6 +46,56 @@ def test_two_processes_give_the_bytes_of_one_and_the_first_alone_speaks(kvq, arg
     assert result.stdout.count("LlamaForCausalLM(") == 1
     assert result.stderr.count("Streaming, one decoder layer") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+@pytest.fixture
+def converging(checkpoints, tmp_path):
+    """A calibration that ends early: after two batches nothing is new."""
+    rows = [[5, 9, 2, 7] * 5] * 40 + [[3, 1, 4, 1, 5] * 5]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": r}) + "\n" for r in rows))
+    return ["calibrate", checkpoints("llama"), "--dataset", tmp_path / "rows.jsonl",
+            "--seq-len", 64, "--stop-when-stable", "-o"]  # fmt: skip
+
+
+def test_processes_end_early_together_where_one_does(kvq, converging, tmp_path):
+    assert kvq(*converging, tmp_path / "one").code == 0
+    for processes in (2, 3):
+        result = torchrun(*converging, tmp_path / "many", "--overwrite", processes=processes)
+        assert result.returncode == 0, result.stderr
+        assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert "stopped after 15 of 41 batches" in result.stdout
+
+
+def test_killed_on_two_sides_of_a_boundary_processes_go_on_to_the_same_bytes(kvq, argv, tmp_path):
+    """One has saved its progress behind a boundary, which the other has yet to reach again."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "from kvq.cli import run\n"
+        "import kvq.calibration.run as running, kvq.calibration.saving as saving\n"
+        "saving.SHARE = 0\n"
+        "before, runs = running.batch_inputs, []\n"
+        "def batch_inputs(*given):\n"
+        "    runs.append(given)\n"
+        "    if len(runs) == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return before(*given)\n"
+        "if os.environ['RANK'] == '1': running.batch_inputs = batch_inputs\n"
+        "sys.exit(run(sys.argv[1:]))\n"
+    )
+    argv = [*argv, "--stop-when-stable", "-o"]
+    assert kvq(*argv, tmp_path / "one").code == 0
+    stopped = torchrun(*argv, tmp_path / "two", program=[program])
+    assert stopped.returncode != 0
+    progress = [
+        json.loads((tmp_path / f".two.kvq-progress-{rank}-of-2" / "progress.json").read_text())
+        for rank in (0, 1)
+    ]
+    done = [state["position"]["batches"] for state in progress]
+    # of 24 batches 12 is a boundary: one process has run batch 12, the other not yet batch 13
+    assert (done[0] >= 7, done[1]) == (True, 6)
+    resumed = torchrun(*argv, tmp_path / "two", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 def test_a_process_that_fails_stops_all_with_its_message(argv, tmp_path):
@@ -98,7 +149,8 @@ def test_errors_name_their_process_where_there_are_several():
 def _merging(rank, folder):
     import torch.distributed as dist
 
-    from kvq.calibration.distributed import check_same, connected, merge
+    from kvq.calibration.distributed import check_same, connected, furthest, merge
+    from kvq.calibration.magnitudes import BINS
     from kvq.geometry import LayerGeometry
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(folder / "port").read_text(),
@@ -108,16 +160,21 @@ def _merging(rank, folder):
         [LayerGeometry(i, "full_attention", f"layers.{i}", 4, 2, 8, 8) for i in range(2)],
         queries=False,
     )
-    mine = torch.tensor([[1.5, 3.0], [2.5, float("nan")]][rank])
-    observer.amax["layers.0", "k_bmm_quantizer"] = mine
-    observer.tokens["layers.0", "k_bmm_quantizer"] = rank + 4
-    observer.raised["layers.0", "k_bmm_quantizer"] = torch.tensor([7, 5][rank : rank + 1] * 2)
-    tied = "layers.1", "v_bmm_quantizer"
-    observer.amax[tied], observer.tokens[tied] = torch.tensor([4.0, 1.0 + rank]), 1
-    observer.raised[tied] = torch.tensor([9 - rank, 2 * rank])
+
+    def saw(layer, side, amax, raised, tokens):
+        key = f"layers.{layer}", f"{side}_bmm_quantizer"
+        observer.amax[key], observer.raised[key] = torch.tensor(amax), torch.tensor(raised)
+        observer.counts[key] = torch.arange(BINS) * (rank + 1)
+        observer.tokens[key] = tokens
+
+    saw(0, "k", [[1.5, 3.0], [2.5, float("nan")]][rank], [[7, 7], [5, 5]][rank], rank + 4)
+    saw(1, "v", [4.0, 1.0 + rank], [9 - rank, 2 * rank], 1)
+    if rank == 1:
+        saw(1, "k", [1.0, float("inf")], [3, 1], 2)
     with connected(ours, torch.device("cpu")):
         assert dist.get_world_size() == 2
         merge(ours, observer, torch.device("cpu"))
+        assert furthest(ours, [4, -1][rank]) == 4
         refused = ""
         try:
             check_same(ours, {"data": rank})
@@ -125,7 +182,8 @@ def _merging(rank, folder):
             refused = str(error)
     amax = {"/".join(key): value.tolist() for key, value in observer.amax.items()}
     raised = {"/".join(key): value.tolist() for key, value in observer.raised.items()}
-    (folder / f"{rank}.txt").write_text(repr((amax, raised, observer.tokens, refused)))
+    counts = {"/".join(key): int(value[10]) for key, value in observer.counts.items()}
+    (folder / f"{rank}.txt").write_text(repr((amax, raised, counts, observer.tokens, refused)))
 
 
 def test_maxima_are_merged_exactly_and_differences_refused(tmp_path):
@@ -137,9 +195,14 @@ def test_maxima_are_merged_exactly_and_differences_refused(tmp_path):
     torch.multiprocessing.spawn(_merging, (tmp_path,), nprocs=2)
     found = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert found[0] == found[1]
-    amax, raised, tokens, refused = eval(found[0], {"inf": np.inf})
+    amax, raised, counts, tokens, refused = eval(found[0], {"inf": np.inf})
     assert amax == {"layers.0/k_bmm_quantizer": [2.5, np.inf],
-                    "layers.1/v_bmm_quantizer": [4.0, 2.0]}  # fmt: skip
-    assert raised == {"layers.0/k_bmm_quantizer": [5, 5], "layers.1/v_bmm_quantizer": [8, 2]}
-    assert tokens == {("layers.0", "k_bmm_quantizer"): 9, ("layers.1", "v_bmm_quantizer"): 2}
+                    "layers.1/v_bmm_quantizer": [4.0, 2.0],
+                    "layers.1/k_bmm_quantizer": [1.0, np.inf]}  # fmt: skip
+    assert raised == {"layers.0/k_bmm_quantizer": [5, 5], "layers.1/v_bmm_quantizer": [8, 2],
+                      "layers.1/k_bmm_quantizer": [3, 1]}  # fmt: skip
+    assert counts == {"layers.0/k_bmm_quantizer": 30, "layers.1/v_bmm_quantizer": 30,
+                      "layers.1/k_bmm_quantizer": 20}  # fmt: skip
+    assert tokens == {("layers.0", "k_bmm_quantizer"): 9, ("layers.1", "v_bmm_quantizer"): 2,
+                      ("layers.1", "k_bmm_quantizer"): 2}  # fmt: skip
     assert refused == "process 1 has other data, weights, options or versions than process 0"

@@ -168,6 +168,25 @@ def test_a_run_interrupted_again_and_again_gives_the_same_bytes(
         shutil.rmtree(tmp_path / "c")
 
 
+@pytest.mark.parametrize("batches", [1, 24, 25, 26, -1, 0])
+def test_a_run_that_ends_early_does_so_at_the_same_batch_when_resumed(
+    kvq, command, interrupted, tmp_path, batches
+):
+    """It may end after 25, 31 and so on; -1 and 0 count from the batch after which it does."""
+    different = [np.random.default_rng(i).integers(0, 128, 40 - i).tolist() for i in range(18)]
+    rows = [{"input_ids": ids} for ids in different + [different[-1][:7]] * 82]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert kvq(*command("whole", "--stop-when-stable")).code == 0
+    end = json.loads((tmp_path / "whole" / "config.json").read_text())["run"]["ended_after"]
+    assert 25 < end < 100
+    batches = batches % end or end
+    interrupted("--stop-when-stable", batches=batches)
+    result = kvq(*command("c", "--stop-when-stable", "--resume"))
+    assert result.code == 0, result.err
+    assert f"Resumed after {batches} batches." in result.err
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
 def test_progress_that_nobody_mentions_is_not_lost(kvq, command, interrupted, tmp_path):
     interrupted()
     result = kvq(*command("c", "--json"))
@@ -195,6 +214,7 @@ def test_nothing_to_resume_is_said_and_done_from_the_beginning(kvq, command, tmp
         (["--batch-size", "4"], "`plan.batch_size` was 1 and is 4"),
         (["--num-samples", "90"], "`data."),
         (["--margin", "1.5"], "`options.--margin` was 1.0 and is 1.5"),
+        (["--stop-when-stable"], "`options.--stop-when-stable` was False and is True"),
     ],
 )
 def test_progress_under_other_options_is_refused_by_name(

@@ -27,9 +27,15 @@ def test_it_is_the_calibration_of_the_command_line(kvq, checkpoints, tmp_path):
     for checkpoint in (None, path):  # this model's names in memory are those of its checkpoint
         found = api.calibrate(model, BATCHES, checkpoint=checkpoint)
         assert found.digest == expected.digest
+        assert [layer.percentile_99_9 for layer in found.layers] == [
+            layer.percentile_99_9 for layer in expected.layers
+        ]
+        assert found.batches == found.batches_run == len(BATCHES)
         assert found.model["weight_fingerprint"] == expected.model["weight_fingerprint"]
         assert (found.modules, found.quantizers) == (expected.modules, expected.quantizers)
     api.write_calibration(found, tmp_path / "live", overwrite=False)
+    shown = kvq("inspect", tmp_path / "live", "--scales").out
+    assert "maxima were reached in the first half of the 3 batches" in shown
     argv = ["--scales", tmp_path / "live", "-o", tmp_path / "out"]
     assert kvq("export", path, *argv).code == 0
     assert kvq("verify", tmp_path / "out", "--against", tmp_path / "c").code == 0
