@@ -68,7 +68,11 @@ def calibrate(
         bool, typer.Option("--resume", help="Go on with an unfinished calibration of the same.")
     ] = False,
     stop_when_stable: Annotated[
-        bool, typer.Option("--stop-when-stable", help="End once half the data raised no maximum.")
+        bool,
+        typer.Option(
+            "--stop-when-stable",
+            help="End once the second half of the batches so far raised no maximum.",
+        ),
     ] = False,
     overwrite: Overwrite = False,
     json: Json = False,
