@@ -248,6 +248,16 @@ def _parse(config: dict[str, Any], path: Path) -> Calibration:
         margin=float(config.get("margin", 1.0)),
         skip_layers=tuple(int(layer) for layer in config.get("skip_layers", ())),
     )
-    if found.batches is not None and not 0 < int(found.batches_run or 0) <= int(found.batches):
-        raise ValueError(f"`run` has {found.batches_run!r} of {found.batches!r} batches")
+    _check_batches(found)
     return found
+
+
+def _check_batches(found: Calibration) -> None:
+    planned, run = found.batches, found.batches_run
+    if planned is None or run is None:
+        return
+    if not 0 < int(run) <= int(planned):
+        raise ValueError(f"`run` has {run} of {planned} batches")
+    last = max((number for layer in found.layers for number in layer.raised.values()), default=0)
+    if last >= run:
+        raise ValueError(f"batch {last} of {run} raised a maximum, counted from 0")

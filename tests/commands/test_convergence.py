@@ -238,6 +238,7 @@ def test_merging_calibrations_that_ended_early_counts_what_they_saw(calibrate, k
     "edit",
     [
         lambda c: c["layers"][0].update(raised={"k_bmm_quantizer": -1}),
+        lambda c: c["layers"][0].update(raised={"k_bmm_quantizer": 24}),
         lambda c: c["layers"][0].update(raised={"elsewhere": 1}),
         lambda c: c["layers"][0].update(raised=[1]),
         lambda c: c["layers"][1].update(percentile_99_9={"k_bmm_quantizer": "1"}),
