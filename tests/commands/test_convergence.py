@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence, plan_batches
-from kvq.calibration.stability import boundaries
+from kvq.calibration.distributed import Ranks
+from kvq.calibration.stability import boundaries, stable
+from kvq.geometry import LayerGeometry
 from kvq.state import read_calibration
 from tests.recorder import record_each, sampled_magnitudes, sampled_percentile
 
@@ -141,6 +144,21 @@ def test_an_early_end_leaves_what_a_run_over_those_batches_alone_observes(
 )
 def test_boundaries_are_sixteenths_of_the_plan(batches, min_tokens, expected):
     assert boundaries([10] * batches, min_tokens) == expected
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(8, False), (9, True), (10, True)])
+def test_batch_4_of_9_is_in_the_first_half_and_of_8_in_the_second(batches, expected):
+    layers = [LayerGeometry(0, "full_attention", "layers.0", 4, 2, 8, 8)]
+    observer = Observer(layers, queries=False)
+    for number in range(batches):
+        observer.batch = number
+        height = 5.0 if number == 4 else 1.0  # counted from 0: the fifth
+        for side in "kv":
+            states = torch.full((1, 2, 3, 8), height if side == "k" else 1.0)
+            observer.see(("layers.0", SIDES[side]), states)
+    assert stable(Ranks(), observer, batches) is expected
+    del observer.raised["layers.0", SIDES["v"]]  # not seen: it might be anything
+    assert not stable(Ranks(), observer, batches)
 
 
 def test_too_few_batches_to_end_early_are_said_so(calibrate):
