@@ -30,7 +30,7 @@ from kvq.kernels.decode_simulated import SHIFT as SIMULATED_SHIFT
 from kvq.kernels.decode_simulated import decode_simulated
 from kvq.kernels.launch import check_device, multiprocessors, on_device
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
-from kvq.kernels.simulation import PFormat, Simulation, VFormat
+from kvq.kernels.simulation import Simulation
 from kvq.kernels.softmax import combine_splits
 from kvq.kernels.splits import choose_splits
 
@@ -115,13 +115,13 @@ def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:
 
 
 @cache
-def simulated_plan(layout: PageLayout, group: int, p: PFormat | None, v: VFormat | None) -> Plan:
-    """Choose the tile of the kernel that simulates quantized P and V."""
-    largest = max(layout.head_dim, layout.value_dim)
-    plan = _half_plan(layout, group, _dimensions(layout))
-    constants = plan.constants | {"P_QDQ": p, "V_QDQ": v, "BLOCK": BLOCK_SIZE, "STAGES": 2}
-    tile, warps = (64, 4) if largest <= 128 else (32, 8)
-    return Plan(decode_simulated, constants, tile, plan.heads, warps, SIMULATED_SHIFT.value, 2)
+def simulated_plan(layout: PageLayout, group: int) -> Plan:
+    """Choose the constants of the kernel that simulates quantized P and V."""
+    half_plan = _half_plan(layout, group, _dimensions(layout))
+    constants = half_plan.constants | {"BLOCK": BLOCK_SIZE, "STAGES": 2}
+    warps = 4 if max(layout.head_dim, layout.value_dim) <= 128 else 8
+    shift = SIMULATED_SHIFT.value
+    return Plan(decode_simulated, constants, 32, half_plan.heads, warps, shift, half_plan.per_sm)
 
 
 def decode_attention(
@@ -193,10 +193,7 @@ def decode_attention(
     if q.shape[0] == 0:
         return out
     group = q.shape[1] // layout.num_kv_heads
-    if simulate is None:
-        chosen = plan(layout, group, variant)
-    else:
-        chosen = simulated_plan(layout, group, simulate.p, simulate.v)
+    chosen = plan(layout, group, variant) if simulate is None else simulated_plan(layout, group)
     room = block_table.shape[1] * layout.page_size
     longest = min(room, max_seq_len or room, window or room)
     splits = num_kv_splits or _splits(chosen, q, layout, longest)
@@ -251,8 +248,9 @@ def _launch(
     passes: list[dict[str, Any]] = [{}]
     if simulate is not None:
         maxima = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
-        passes = [{"maxima_ptr": maxima, "p_scale": simulate.p_scale, "v_scale": simulate.v_scale,
-                   "MAXIMA": first} for first in (True, False)]  # fmt: skip
+        scales = {"p_scale": simulate.p_scale, "v_scale": simulate.v_scale, "maxima_ptr": maxima}
+        passes = [scales | {"MAXIMA": True, "P_QDQ": None, "V_QDQ": None},
+                  scales | {"MAXIMA": False, "P_QDQ": simulate.p, "V_QDQ": simulate.v}]  # fmt: skip
     for own in passes:
         chosen.kernel[(programs, splits)](
             q, k_cache, v_cache, block_table, seq_lens, k_scales, v_scales, slopes, sinks,

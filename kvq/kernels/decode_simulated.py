@@ -42,6 +42,7 @@ def nvfp4_by_token(x, scale, BLOCK: tl.constexpr):
 def quantized(x, scale, QDQ: tl.constexpr, BLOCK: tl.constexpr):
     """What dequantizing x [TOKENS, WIDTH] multiplies by the scale, in x's dtype."""
     if QDQ == "fp8_e4m3":
+        scale = tl.full([], scale, tl.float32)
         x = quantize_e4m3(x.to(tl.float32), scale, True).to(x.dtype)
     elif QDQ == "nvfp4":
         x = nvfp4_by_token(x.to(tl.float32), scale, BLOCK).to(x.dtype)
