@@ -58,28 +58,28 @@ def check(case, simulate, *, expected=None, out=None, **options):
 @ALL
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_the_twins_result(name, simulate):
-    case = Case(PageLayout(name, 16, 2, 64), [1, 0, 16, 17, 79, 130], device=DEVICE)
+    heads, longest = (1, 79) if DEVICE == "cpu" else (2, 1300)
+    case = Case(PageLayout(name, 16, heads, 64), [1, 0, 17, longest], device=DEVICE)
     check(case, simulate)
     check(case, simulate, num_kv_splits=2)
 
 
 @ALL
-def test_options_alone_and_together(simulate):
-    case = Case(PageLayout("bfloat16", 32, 1, 64), [1, 0, 50, 150], 2, device=DEVICE)
+def test_options(simulate):
+    case = Case(PageLayout("bfloat16", 32, 1, 64), [1, 0, 75], 2, device=DEVICE)
     sinks = torch.randn(2, device=DEVICE) * 3
     slopes = torch.rand(2, device=DEVICE) / 50
-    every = [{"softcap": 2.0}, {"window": 1}, {"window": 43}, {"sinks": sinks},
-             {"alibi_slopes": slopes}]  # fmt: skip
-    together = {"softcap": 5.0, "window": 90, "sinks": sinks, "alibi_slopes": slopes}
-    for options in [*every, together]:
+    together = {"softcap": 5.0, "window": 50, "sinks": sinks, "alibi_slopes": slopes}
+    for options in ({"window": 21, "sinks": sinks}, together):
         check(case, simulate, num_kv_splits=2, **options)
 
 
 @ALL
 def test_splits_change_the_order_of_sums_only(simulate):
-    case = Case(PageLayout("float16", 64, 1, 64), [700, 129], 2, device=DEVICE, peak=2.0)
+    lengths = [120, 33] if DEVICE == "cpu" else [5000, 77]
+    case = Case(PageLayout("float16", 64, 1, 64), lengths, 2, device=DEVICE, peak=2.0)
     expected = attend(case, simulate, num_kv_splits=1)
-    for splits in (2, 7, 32):
+    for splits in (3,) if DEVICE == "cpu" else (2, 7, 32, 256):
         out = attend(case, simulate, num_kv_splits=splits)
         # one unit in the last place of the output; a P rounded otherwise would move more of them
         difference = (out.double() - expected.double()).abs()
