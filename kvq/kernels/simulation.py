@@ -24,10 +24,9 @@ class Simulation:
     product sums over tokens; they begin at positions that are multiples of 16. Tokens past the end
     or before the window count as zeros of their block. What is beyond `amax` saturates.
 
-    Three things differ. The maximum is the row's, over all attended tokens but not the sink, where
+    Two things differ. The maximum is the row's, over all attended tokens but not the sink, where
     ModelOpt takes that of the tiles its split has seen: here neither the number of splits nor the
-    tile moves a rounding. A NaN in V makes its block NaN, where ModelOpt takes 1 as the scale. And
-    FP8 divides by its scale, as everywhere in `kvq.reference`.
+    tile moves a rounding. And a NaN in V makes its block NaN, where ModelOpt takes 1 as its scale.
 
     Attributes:
         p: format of P, `fp8_e4m3` or `nvfp4`; None to round it to the cache's dtype only.
