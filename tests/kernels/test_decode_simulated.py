@@ -11,7 +11,7 @@ from kvq.kernels.pages import PageLayout
 from kvq.kernels.simulation import Simulation
 from tests.kernels.cases import LAYOUTS, Case, no_synchronisation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
+pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 ALL = pytest.mark.parametrize(
     "simulate",
@@ -55,6 +55,7 @@ def check(case, simulate, *, expected=None, out=None, **options):
     assert float(error.max()) <= STEP, case.seed
 
 
+@pytest.mark.interpreter
 @ALL
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_the_twins_result(name, simulate):
@@ -64,6 +65,7 @@ def test_the_twins_result(name, simulate):
     check(case, simulate, num_kv_splits=2)
 
 
+@pytest.mark.interpreter
 @ALL
 def test_options(simulate):
     case = Case(PageLayout("bfloat16", 32, 1, 64), [1, 0, 75], 2, device=DEVICE)
@@ -74,6 +76,7 @@ def test_options(simulate):
         check(case, simulate, num_kv_splits=2, **options)
 
 
+@pytest.mark.interpreter
 @ALL
 def test_splits_change_the_order_of_sums_only(simulate):
     lengths = [120, 33] if DEVICE == "cpu" else [5000, 77]
@@ -88,7 +91,6 @@ def test_splits_change_the_order_of_sums_only(simulate):
 
 
 @ALL
-@pytest.mark.skipif(DEVICE == "cpu", reason="too long for the interpreter")
 @pytest.mark.parametrize("sizes", [(80,), (96,), (128,), (192, 128), (256,)], ids=str)
 def test_head_sizes_and_ragged_lengths(simulate, sizes):
     lengths = [1, 0, 16, 17, 333, 1024, 2048, 5]
@@ -96,13 +98,13 @@ def test_head_sizes_and_ragged_lengths(simulate, sizes):
 
 
 @ALL
-@pytest.mark.skipif(DEVICE == "cpu", reason="too long for the interpreter")
 def test_pages_and_groups(simulate):
     for page_size, group in ((16, 1), (48, 3), (128, 8), (256, 20)):
         layout = PageLayout("bfloat16", page_size, 2, 128)
         check(Case(layout, [700, 33], group, device=DEVICE), simulate)
 
 
+@pytest.mark.interpreter
 def test_a_block_of_v_counts_only_attended_tokens():
     simulate = Simulation(v="nvfp4")
     case = Case(PageLayout("bfloat16", 16, 1, 64), [40], 1, seed=7, device=DEVICE)
@@ -113,6 +115,7 @@ def test_a_block_of_v_counts_only_attended_tokens():
     assert not torch.equal(attend(case, simulate, window=21), expected)
 
 
+@pytest.mark.interpreter
 def test_a_nan_stays_visible_in_its_block():
     case = Case(PageLayout("bfloat16", 16, 2, 64), [40], 1, device=DEVICE)
     case.v_cache[case.table[0, 1], 0].view(16, 64)[3, 5] = math.nan
@@ -122,6 +125,7 @@ def test_a_nan_stays_visible_in_its_block():
     assert torch.equal(out.isnan(), expected)
 
 
+@pytest.mark.interpreter
 def test_quantized_and_shared_pages_are_refused():
     for name in ("fp8", "nvfp4", "mla-bfloat16"):
         case = Case(LAYOUTS[name], [3], device=DEVICE)
@@ -130,7 +134,6 @@ def test_quantized_and_shared_pages_are_refused():
         assert error.value.code == "kernel.simulation"
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
 @ALL
 def test_a_cuda_graph_follows_its_inputs_and_nothing_synchronises(simulate):
     from kvq.kernels.decode import decode_attention
@@ -150,7 +153,6 @@ def test_a_cuda_graph_follows_its_inputs_and_nothing_synchronises(simulate):
     check(case, simulate, out=out)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="8 GiB")
 def test_a_cache_beyond_int32():
     layout = PageLayout("bfloat16", 64, 8, 128)
     simulate = Simulation(p="nvfp4", v="nvfp4")
