@@ -1,4 +1,4 @@
-"""When a run may end early: twice the data would have changed nothing."""
+"""When a run may end early: the second half of what it has seen changed nothing."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvq.errors import InputError
 from kvq.formats import KVFormat
 from kvq.kernels.pages import SIXTEEN_BITS, PageLayout
+from kvq.kernels.simulation import Simulation
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Scale: TypeAlias = Tensor | float | None
@@ -191,3 +192,18 @@ def check_options(
         "splits",
     )
     require(variant in VARIANTS, f"unknown variant `{variant}`", "variant")
+
+
+def check_simulation(simulate: Simulation | None, layout: PageLayout) -> None:
+    """Refuse to simulate quantized P or V over pages that are quantized or shared."""
+    if simulate is None:
+        return
+    require(
+        layout.kv_format is None,
+        f"P and V are simulated over 16-bit pages, found {layout.format}: these hold quantized V, "
+        'and `variant="fast"` rounds P to E4M3',
+        "simulation",
+    )
+    require(
+        not layout.shared, "P and V are not simulated over rows that K and V share", "simulation"
+    )

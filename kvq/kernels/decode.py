@@ -14,6 +14,7 @@ from kvq.kernels.checks import (
     check_caches,
     check_options,
     check_query,
+    check_simulation,
     head_scale,
     require,
 )
@@ -25,7 +26,11 @@ from kvq.kernels.decode_nvfp4 import SHIFT as NVFP4_SHIFT
 from kvq.kernels.decode_nvfp4 import decode_nvfp4
 from kvq.kernels.decode_shared import SHIFT as SHARED_SHIFT
 from kvq.kernels.decode_shared import decode_shared
-from kvq.kernels.pages import PageLayout, half
+from kvq.kernels.decode_simulated import SHIFT as SIMULATED_SHIFT
+from kvq.kernels.decode_simulated import decode_simulated
+from kvq.kernels.launch import check_device, multiprocessors, on_device
+from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
+from kvq.kernels.simulation import Simulation
 from kvq.kernels.softmax import combine_splits
 from kvq.kernels.splits import choose_splits
 
@@ -50,16 +55,20 @@ def _power_of_two(size: int) -> int:
     return int(triton.next_power_of_2(size))
 
 
+def _dimensions(layout: PageLayout) -> dict[str, Any]:
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "VALUE_DIM": layout.value_dim,
+        "PAGE": layout.page_size,
+    }
+
+
 @cache
 def plan(layout: PageLayout, group: int, variant: Variant) -> Plan:
     """Choose the kernel and its tile for a layout and a number of query heads per KV head."""
     heads = min(_power_of_two(group), _MOST_HEADS)
     terms = 1 if variant == "fast" else 2
-    common: dict[str, Any] = {
-        "HEAD_DIM": layout.head_dim,
-        "VALUE_DIM": layout.value_dim,
-        "PAGE": layout.page_size,
-    }
+    common = _dimensions(layout)
     if layout.kv_format is None or layout.shared:
         return _half_plan(layout, group, common)
     largest = max(layout.head_dim, layout.value_dim)
@@ -105,6 +114,16 @@ def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:
     return Plan(decode_half, constants, 64, heads, 4, HALF_SHIFT.value, 2)
 
 
+@cache
+def simulated_plan(layout: PageLayout, group: int) -> Plan:
+    """Choose the constants of the kernel that simulates quantized P and V."""
+    half_plan = _half_plan(layout, group, _dimensions(layout))
+    constants = half_plan.constants | {"BLOCK": BLOCK_SIZE, "STAGES": 2}
+    warps = 4 if max(layout.head_dim, layout.value_dim) <= 128 else 8
+    shift = SIMULATED_SHIFT.value
+    return Plan(decode_simulated, constants, 32, half_plan.heads, warps, shift, half_plan.per_sm)
+
+
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -123,6 +142,7 @@ def decode_attention(
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
     variant: Variant = "default",
+    simulate: Simulation | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend from one query token per request, the last of its sequence, over the paged cache.
@@ -157,6 +177,7 @@ def decode_attention(
         max_seq_len: a bound of `seq_lens` known on the host, for that choice; by default what
             `block_table` has room for.
         variant: `fast`, `default` or `exact`.
+        simulate: round P or V to number formats, over 16-bit pages that are not shared.
         out: `[batch, num_heads, v_head_dim]` of q's dtype, any strides.
 
     Raises:
@@ -166,45 +187,47 @@ def decode_attention(
     vectors = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     check_query(q, k_cache, block_table, seq_lens, layout, vectors)
     check_options(softcap, window, num_kv_splits, variant)
-    require(q.is_cuda, f"q is on {q.device}, expected CUDA", "device")
+    check_simulation(simulate, layout)
+    check_device(q, "q")
+    out = _output(q, layout, out)
+    if q.shape[0] == 0:
+        return out
+    group = q.shape[1] // layout.num_kv_heads
+    chosen = plan(layout, group, variant) if simulate is None else simulated_plan(layout, group)
+    room = block_table.shape[1] * layout.page_size
+    longest = min(room, max_seq_len or room, window or room)
+    splits = num_kv_splits or _splits(chosen, q, layout, longest)
+    scale = layout.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    with on_device(q):
+        _launch(q, k_cache, v_cache, block_table, seq_lens, out, chosen, layout, k_scale, v_scale,
+                sinks, alibi_slopes, splits, scale, softcap, window, simulate)  # fmt: skip
+    return out
+
+
+def _output(q: Tensor, layout: PageLayout, out: Tensor | None) -> Tensor:
     shape = (*q.shape[:2], layout.value_dim)
     if out is None:
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
     require(
         tuple(out.shape) == shape and out.dtype == q.dtype and out.device == q.device,
         f"out is {out.dtype} {tuple(out.shape)}, expected {q.dtype} {shape}",
         "out",
     )
-    if q.shape[0] == 0:
-        return out
-    chosen = plan(layout, q.shape[1] // layout.num_kv_heads, variant)
-    room = block_table.shape[1] * layout.page_size
-    longest = min(room, max_seq_len or room, window or room)
-    splits = num_kv_splits or _splits(chosen, q, layout, longest)
-    scale = layout.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    with torch.cuda.device(q.device):
-        _launch(q, k_cache, v_cache, block_table, seq_lens, out, chosen, layout, k_scale, v_scale,
-                sinks, alibi_slopes, splits, scale, softcap, window)  # fmt: skip
     return out
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _splits(chosen: Plan, q: Tensor, layout: PageLayout, longest: int) -> int:
     group = q.shape[1] // layout.num_kv_heads
     programs = q.shape[0] * layout.num_kv_heads * triton.cdiv(group, chosen.heads)
-    sms = _multiprocessors(q.device)
-    return choose_splits(programs, triton.cdiv(longest, chosen.tile), sms * chosen.per_sm)
+    slots = multiprocessors(q.device) * chosen.per_sm
+    return choose_splits(programs, triton.cdiv(longest, chosen.tile), slots)
 
 
 def _launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor,
     out: Tensor, chosen: Plan, layout: PageLayout, k_scale: Scale, v_scale: Scale,
     sinks: Tensor | None, slopes: Tensor | None, splits: int, softmax_scale: float,
-    softcap: float | None, window: int | None,
+    softcap: float | None, window: int | None, simulate: Simulation | None,
 ) -> None:  # fmt: skip
     k_scales = head_scale(k_scale, layout.num_kv_heads, layout.kv_format, "k_scale", q)
     v_scales = k_scales
@@ -222,16 +245,23 @@ def _launch(
     if layout.format == "fp8_e4m3":
         k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
     programs = batch * layout.num_kv_heads * triton.cdiv(group, chosen.heads)
-    chosen.kernel[(programs, splits)](
-        q, k_cache, v_cache, block_table, seq_lens, k_scales, v_scales, slopes, sinks,
-        out, stats, partial, q.stride(), k_cache.stride()[:2], v_cache.stride()[:2],
-        block_table.stride(), seq_lens.stride(0), out.stride(), k_scales.stride(0),
-        v_scales.stride(0), softmax_scale, softcap or 1.0, window or 0, splits,
-        KV_HEADS=layout.num_kv_heads, GROUP=group, HEADS=chosen.heads, TILE=chosen.tile,
-        SPLIT=splits > 1, SOFTCAP=softcap is not None, ALIBI=slopes is not None,
-        WINDOW=window is not None, SINKS=sinks is not None, num_warps=chosen.warps,
-        **chosen.constants,
-    )  # fmt: skip
+    passes: list[dict[str, Any]] = [{}]
+    if simulate is not None:
+        maxima = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
+        scales = {"p_scale": simulate.p_scale, "v_scale": simulate.v_scale, "maxima_ptr": maxima}
+        passes = [scales | {"MAXIMA": True, "P_QDQ": None, "V_QDQ": None},
+                  scales | {"MAXIMA": False, "P_QDQ": simulate.p, "V_QDQ": simulate.v}]  # fmt: skip
+    for own in passes:
+        chosen.kernel[(programs, splits)](
+            q, k_cache, v_cache, block_table, seq_lens, k_scales, v_scales, slopes, sinks,
+            out, stats, partial, q.stride(), k_cache.stride()[:2], v_cache.stride()[:2],
+            block_table.stride(), seq_lens.stride(0), out.stride(), k_scales.stride(0),
+            v_scales.stride(0), softmax_scale, softcap or 1.0, window or 0, splits,
+            KV_HEADS=layout.num_kv_heads, GROUP=group, HEADS=chosen.heads, TILE=chosen.tile,
+            SPLIT=splits > 1, SOFTCAP=softcap is not None, ALIBI=slopes is not None,
+            WINDOW=window is not None, SINKS=sinks is not None, num_warps=chosen.warps,
+            **own, **chosen.constants,
+        )  # fmt: skip
     if splits > 1:
         padded = _power_of_two(splits)
         combine_splits[(batch * heads,)](

@@ -9,8 +9,8 @@ SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal f
 
 
 @triton.jit
-def _rows(ptr, row, inside, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr,
-          MASKED: tl.constexpr):  # fmt: skip
+def rows(ptr, row, inside, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr,
+         MASKED: tl.constexpr):  # fmt: skip
     """Dimensions FROM to TO of each token's row, [TILE, WIDTH], zero past TO."""
     d = FROM + tl.arange(0, WIDTH)
     pointers = ptr + tl.multiple_of(row, 16)[:, None] + d[None, :]
@@ -22,14 +22,23 @@ def _rows(ptr, row, inside, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
+def key_products(k_ptr, row, inside, qt, rest_qt, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Products of each token's K with q, [TILE, HEADS]."""
+    WIDTH: tl.constexpr = qt.shape[0]
+    products = tl.dot(rows(k_ptr, row, inside, 0, min(WIDTH, HEAD_DIM), WIDTH, MASKED), qt)
+    if HEAD_DIM > WIDTH:
+        rest = rows(k_ptr, row, inside, WIDTH, HEAD_DIM, rest_qt.shape[0], MASKED)
+        products = tl.dot(rest, rest_qt, products)
+    return products
+
+
+@triton.jit
 def _tile(
     acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
     k_ptr, v_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = qt.shape[0]
-    MAIN: tl.constexpr = min(WIDTH, HEAD_DIM)
     token = tl.arange(0, TILE)
     position = start + token
     # a page holds anything past the end, NaN too
@@ -38,16 +47,13 @@ def _tile(
     inside = inside if MASKED else position >= 0
     page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
     row = page * k_page_stride + offset * HEAD_DIM
-    products = tl.dot(_rows(k_ptr, row, inside, 0, MAIN, WIDTH, MASKED), qt)
-    if HEAD_DIM > WIDTH:
-        rest = _rows(k_ptr, row, inside, WIDTH, HEAD_DIM, rest_qt.shape[0], MASKED)
-        products = tl.dot(rest, rest_qt, products)
+    products = key_products(k_ptr, row, inside, qt, rest_qt, HEAD_DIM, MASKED)
     x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
     running_max, factor = advance(x, running_max)
     p = tl.exp2(x - (running_max - SHIFT)[None, :])
     total = total * factor[None, :] + p
     row = page * v_page_stride + offset * VALUE_DIM
-    v = _rows(v_ptr, row, inside, 0, VALUE_DIM, acc.shape[0], MASKED)
+    v = rows(v_ptr, row, inside, 0, VALUE_DIM, acc.shape[0], MASKED)
     acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * factor[None, :])
     return acc, running_max, total
 

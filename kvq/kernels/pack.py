@@ -1,11 +1,11 @@
 """Write new K and V into paged caches, bit-equal to `kvq.kernels.reference.append_kv`."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.checks import Scale, check_append, check_caches, head_scale
+from kvq.kernels.launch import check_device, on_device
 from kvq.kernels.numerics import (
     E2M1_MAX,
     encode_e2m1,
@@ -145,6 +145,7 @@ def append_kv(
     """
     check_caches(k_cache, v_cache, layout)
     check_append(k, v, slot_mapping, layout, k_cache)
+    check_device(k, "k")
     heads, fmt, size = layout.num_kv_heads, layout.kv_format, layout.value_dim
     k_scales = head_scale(k_scale, heads, fmt, "k_scale", k)
     v_scales = k_scales if v is None else head_scale(v_scale, heads, fmt, "v_scale", k)
@@ -155,7 +156,7 @@ def append_kv(
     v_width = triton.next_power_of_2(half(size) * 2 // divide)
     tokens = min(triton.next_power_of_2(k.shape[0]), max(_ELEMENTS // k_width // divide, 16))
     grid = (triton.cdiv(k.shape[0], tokens), heads, 1 if v is None else 2)
-    with torch.cuda.device(k.device):
+    with on_device(k):
         _append_kv[grid](
             k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, k.shape[0],
             k.stride(), (0, 0, 0) if v is None else v.stride(), k_cache.stride()[:2],

@@ -22,6 +22,7 @@ from kvq.formats import (
     KVFormat,
 )
 from kvq.kernels.checks import FLOATS, Scale, require
+from kvq.kernels.launch import check_device, on_device
 from kvq.kernels.numerics import (
     E2M1_MAX,
     INFINITY_BITS,
@@ -140,7 +141,7 @@ def quantize_dequantize(
     """
     if fmt not in _KINDS:
         raise FormatError(f"`{fmt.name}` has no kernel", code="kernel.format")
-    require(x.is_cuda, f"x is on {x.device}, expected CUDA", "device")
+    check_device(x, "x")
     require(x.dtype in FLOATS, f"x is {x.dtype}", "dtype")
     x = x.detach()
     if out is None:
@@ -164,7 +165,7 @@ def quantize_dequantize(
     rows = 1 if math.prod(sizes[:-1]) == 1 else _ELEMENTS // cols
     leading = math.prod(sizes[:-1])
     grid = (triton.cdiv(leading, rows) * triton.cdiv(sizes[-1], cols),)
-    with torch.cuda.device(x.device):
+    with on_device(x):
         _quantize_dequantize[grid](
             x, expanded, out, leading, sizes[-1], _known(sizes[:-1]), _known(scale_sizes[:-1]),
             strides[0][:-1], scale_strides[0][:-1], strides[1][:-1],

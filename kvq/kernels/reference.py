@@ -15,9 +15,11 @@ from kvq.kernels.checks import (
     check_caches,
     check_options,
     check_query,
+    check_simulation,
     head_scale,
 )
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, blocks, half
+from kvq.kernels.simulation import P_FORMATS, V_FORMATS, Simulation
 
 
 def quantize_dequantize(
@@ -166,17 +168,19 @@ def decode_attention(
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
     variant: Variant = "default",
+    simulate: Simulation | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend in float64 over the dequantized pages; see `kvq.kernels.decode.decode_attention`.
 
-    Splits, the length bound and the variant are checked and change nothing. Returns float64, or
-    `out` in its own dtype.
+    Splits, the length bound and the variant are checked and change nothing. What is simulated is
+    rounded at the same points as in the kernel. Returns float64, or `out` in its own dtype.
     """
     check_caches(k_cache, v_cache, layout)
     vectors = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     check_query(q, k_cache, block_table, seq_lens, layout, vectors)
     check_options(softcap, window, num_kv_splits, variant)
+    check_simulation(simulate, layout)
     scale = layout.head_dim**-0.5 if softmax_scale is None else softmax_scale
     result = torch.zeros(*q.shape[:2], layout.value_dim, dtype=torch.float64, device=q.device)
     for request, seq_len in enumerate(seq_lens.tolist()):
@@ -196,13 +200,29 @@ def decode_attention(
             logits = logits + alibi_slopes.double()[:, None] * distance
         if window is not None:
             logits = logits.masked_fill(distance <= -window, -math.inf)
+            # 0 * NaN outside the window must not count
+            v = v.masked_fill((distance <= -window)[:, None, None], 0.0)
+        largest = logits.amax(1, keepdim=True)
+        p = torch.exp(logits - largest)
+        total = p.sum(1, keepdim=True)
         if sinks is not None:
-            logits = torch.cat((logits, sinks.double()[:, None]), 1)
-        weights = torch.softmax(logits, 1)[:, :seq_len]
-        # 0 * NaN outside the window must not count
-        v = v.masked_fill((weights == 0).all(0)[:, None, None], 0.0)
-        result[request] = torch.einsum("ht,thd->hd", weights, v)
+            total += torch.exp(sinks.double()[:, None] - largest)
+        if simulate is not None:
+            p, v = _simulated(p.float().to(q.dtype), v, simulate)
+        result[request] = torch.einsum("ht,thd->hd", p, v) / total
     return result if out is None else out.copy_(result)
+
+
+def _simulated(p: Tensor, v: Tensor, simulate: Simulation) -> tuple[Tensor, Tensor]:
+    """Round P `[num_heads, tokens]` and V `[tokens, num_heads, v_head_dim]`; returns float64."""
+    p = p.float()
+    if simulate.p is not None:
+        p = quantize_dequantize(p, P_FORMATS[simulate.p], scale=simulate.p_scale)
+    if simulate.v is not None:
+        by_token = v.float().movedim(0, -1)
+        by_token = quantize_dequantize(by_token, V_FORMATS[simulate.v], scale=simulate.v_scale)
+        v = by_token.movedim(-1, 0)
+    return p.double(), v.double()
 
 
 assert NVFP4_KV.block_scale == E4M3

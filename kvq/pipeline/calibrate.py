@@ -51,7 +51,7 @@ class CalibrateOptions:
     memory_budget: int | None = None  # bytes of hidden states to keep in memory while streaming
     device_map: str | None = None  # `auto`: accelerate spreads the model over all devices
     resume: bool = False  # go on with the progress of an unfinished calibration of the same
-    stop_when_stable: bool = False  # end early once twice the data has changed nothing
+    stop_when_stable: bool = False  # end early once half of the batches so far changed nothing
 
 
 def calibrate(

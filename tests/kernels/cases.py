@@ -1,5 +1,8 @@
 """Random paged caches and what attention over them should give."""
 
+import warnings
+from contextlib import contextmanager
+
 import torch
 
 from kvq.kernels import reference
@@ -83,6 +86,18 @@ def relative_error(actual, expected):
     assert bool(actual.isfinite().all())
     assert bool((difference[norm == 0] == 0).all())
     return float((difference / norm.clamp(min=1e-300)).max()) if len(norm) else 0.0
+
+
+@contextmanager
+def no_synchronisation():
+    """Fail where the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 LAYOUTS = {

@@ -1,0 +1,131 @@
+"""Kernels on the CPU, under Triton's interpreter as `interpreter.faithful` corrects it.
+
+Left out is what the interpreter cannot run: decode attention over NVFP4 pages and over shared
+16-bit rows, whose kernels hold inline PTX. The order of sums and `exp2` are NumPy's, so that decode
+attention is compared with the twin within its bound, as on the GPU; all else bit by bit.
+"""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kvq.formats import FP8_E4M3, INT8, MXFP4, MXFP8, NVFP4, NVFP4_KV
+from kvq.kernels import reference
+from tests.kernels.cases import BOUNDS, LAYOUTS, Case, poisoned, relative_error
+
+pytestmark = pytest.mark.interpreter
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+FORMATS = (FP8_E4M3, INT8, NVFP4, NVFP4_KV, MXFP8, MXFP4)
+DECODED = [
+    ("bfloat16", "default"),
+    ("float16", "default"),
+    ("fp8", "fast"),
+    ("fp8", "default"),
+    ("fp8-value", "default"),
+    ("mla-fp8", "default"),
+    ("mla-nvfp4", "default"),
+]
+
+
+def same_bytes(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def test_the_corrected_fma_rounds_once():
+    from tests.kernels.interpreter import fma
+
+    generator = np.random.default_rng()
+    x, y = generator.standard_normal((2, 100_000)).astype(np.float32)
+    near = (-x * y).astype(np.float32)  # cancels all but the product's rounding
+    exact = x.astype(np.float64) * y + near  # fits in float64
+    assert np.array_equal(fma(x, y, near), exact.astype(np.float32))
+    # halfway between two float32 numbers but for a part that float64 would round away
+    half, tiny = np.float32([1 + 2**-12]), np.float32([2.0**-80])
+    assert fma(half, half, tiny)[0] == np.float32(1 + 2**-11 + 2**-23)
+    assert fma(half, half, -tiny)[0] == np.float32(1 + 2**-11)
+
+
+def test_the_corrected_casts_are_those_of_torch():
+    import triton.language as tl
+
+    from tests.kernels.interpreter import convert
+
+    x = torch.randint(-(2**31), 2**31, (1 << 16,), dtype=torch.int64).to(torch.int32)
+    x = x.view(torch.float32)
+    bfloat16 = convert(x.numpy(), tl.float32, tl.bfloat16, None).view(ml_dtypes.bfloat16)
+    expected = x.bfloat16().float().numpy()
+    assert np.array_equal(bfloat16.astype(np.float32), expected, equal_nan=True)
+    inside = x[x.abs() <= 448]
+    codes = convert(inside.numpy(), tl.float32, tl.float8e4nv, None)
+    assert np.array_equal(codes, inside.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@DTYPES
+def test_quantize_dequantize_is_the_twins(fmt, dtype):
+    from kvq.kernels.qdq import quantize_dequantize
+
+    def check(x, scale):
+        if fmt.scale_divisor is None:
+            scale = None
+        out = torch.full_like(x, math.nan)
+        quantize_dequantize(x, fmt, scale=scale, out=out)
+        assert same_bytes(out, reference.quantize_dequantize(x, fmt, scale=scale))
+
+    if dtype == torch.float32:
+        x = torch.randint(-(2**31), 2**31, (1 << 13,), dtype=torch.int64).to(torch.int32)
+    else:
+        x = torch.randint(-(2**15), 2**15, (1 << 13,)).to(torch.int16)
+    x = x.view(dtype)
+    x = x[~x.isnan()]
+    x = x[: len(x) // 32 * 32].view(-1, 32)
+    for scale in (0.0123, 2.0**-9, 2.0**100):
+        check(x, scale)
+    # ties, and a scale for each head with strides of its own
+    ties = (torch.randint(-40, 40, (8, 4, 80)) / 2).to(dtype)
+    check(ties, 1.0)
+    check(ties.transpose(0, 1)[:, ::3], torch.rand(4, 1, 1) + 0.01)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS.values()), ids=list(LAYOUTS))
+def test_every_byte_of_a_page_is_the_twins(layout):
+    from kvq.kernels.pack import append_kv
+
+    case = Case(layout, [1, 0, 37, 20])
+    case.slots[torch.randperm(58)[:9]] = -1
+    caches, expected = (poisoned(layout, case.num_pages) for _ in range(2))
+    for call, target in ((append_kv, caches), (reference.append_kv, expected)):
+        call(case.k, case.v, *target, case.slots, layout=layout, **case.scales)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert cache is None or same_bytes(cache, wanted), case.seed
+
+
+@pytest.mark.parametrize(("name", "variant"), DECODED)
+def test_decode_attention_is_the_twins(name, variant):
+    from kvq.kernels.decode import decode_attention
+
+    layout = LAYOUTS[name]
+    case = Case(layout, [1, 0, 17, 70])
+    heads = case.q.shape[1]
+    sinks, slopes = torch.randn(heads), torch.rand(heads) / 50
+    together = {"softcap": 5.0, "window": 40, "sinks": sinks, "alibi_slopes": slopes}
+    for options in ({"num_kv_splits": 1}, {"num_kv_splits": 2, **together}):
+        out = torch.full((4, heads, layout.value_dim), math.nan, dtype=case.q.dtype)
+        decode_attention(
+            *case.arguments, layout=layout, variant=variant, out=out, **case.scales, **options
+        )
+        # in a short request the errors average less
+        assert relative_error(out, case.expected(**options)) <= 2 * BOUNDS[variant], case.seed
+
+
+def test_a_cuda_kernel_is_not_run_on_the_cpu_by_chance(monkeypatch):
+    from kvq.errors import InputError
+    from kvq.kernels import launch
+    from kvq.kernels.qdq import quantize_dequantize
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(InputError, match="expected cuda"):
+        quantize_dequantize(torch.zeros(16), FP8_E4M3, scale=1.0)
