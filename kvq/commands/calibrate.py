@@ -121,7 +121,8 @@ def calibrate(
         return
     console.answer(shown.tree)
     console.layer_table(shown)
-    console.answer(f"{shown.convergence}\n{shown.summary}\nwrote {out}")
+    for sentence in (*shown.convergence, shown.summary, f"wrote {out}"):
+        console.answer(sentence)
     if calibration.skip_layers:
         console.answer(f"serve it with: vllm serve ... {skip_flag(calibration.skip_layers)}")
 

@@ -67,6 +67,5 @@ def inspect(
         console.layer_table(shown)
     elif shown.tree:
         console.answer(shown.tree)
-    if shown.convergence is not None:
-        console.answer(shown.convergence)
-    console.answer(shown.summary)
+    for sentence in (*shown.convergence, shown.summary):
+        console.answer(sentence)

@@ -33,4 +33,5 @@ def merge(
         console.document({**shown.to_json(), "command": "merge", "out": str(out)})
         return
     console.layer_table(shown)
-    console.answer(f"{shown.convergence}\n{shown.summary}\nwrote {out}")
+    for sentence in (*shown.convergence, shown.summary, f"wrote {out}"):
+        console.answer(sentence)

@@ -3,8 +3,8 @@
 from kvq.state import Calibration
 
 
-def convergence(calibration: Calibration) -> str:
-    """Return in words when the maxima were reached, and whether the run ended early for that."""
+def convergence(calibration: Calibration) -> tuple[str, ...]:
+    """Return one sentence on when the maxima were reached, and one on an early end asked for."""
     raised = [
         (number, -layer.layer_idx, quantizer.removesuffix("_bmm_quantizer"))
         for layer in calibration.layers
@@ -13,17 +13,19 @@ def convergence(calibration: Calibration) -> str:
     ]
     planned, count = calibration.batches, calibration.batches_run
     if "merged" in calibration.data:
-        return "convergence: unknown, merged calibrations have no order of batches in common"
+        return ("convergence: unknown, merged calibrations have no order of batches in common",)
     if not raised or planned is None or count is None:
-        return "convergence: not recorded by the version of kvq that calibrated"
+        return ("convergence: not recorded by the version of kvq that calibrated",)
     early = sum(number < count / 2 for number, _, _ in raised)
     last, layer, side = max(raised)
-    found = (
+    reached = (
         f"convergence: {early} of {len(raised)} maxima were reached in the first half of the "
         f"{count} batches, the last one (layer {-layer}, {side}) in batch {last + 1}"
     )
     if count < planned:
-        found += f"\nstopped after {count} of {planned} batches: the second half raised no maximum"
+        end = f"stopped after {count} of {planned} batches: the second half raised no maximum"
     elif calibration.run.get("stop_when_stable"):
-        found += f"\nnot stopped early: all {planned} batches were run"
-    return found
+        end = f"not stopped early: all {planned} batches were run"
+    else:
+        return (reached,)
+    return reached, end

@@ -68,7 +68,7 @@ class Inspection:
     drafts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attention → side → name
     batches: int | None = None  # of the plan
     batches_run: int | None = None
-    convergence: str | None = None  # in words
+    convergence: tuple[str, ...] = ()  # in words, a sentence each
 
     def scales(self) -> dict[str, Any]:
         """Return the scales document that `verify --against` reads."""
@@ -88,7 +88,7 @@ class Inspection:
         converged = {
             "batches": self.batches,
             "batches_run": self.batches_run,
-            "convergence": self.convergence,
+            "convergence": list(self.convergence),
         }
         return {
             "schema": 1,
