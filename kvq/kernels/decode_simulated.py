@@ -12,7 +12,8 @@ import triton.language as tl
 from kvq.kernels.decode_half import key_products, query_rows, rows
 from kvq.kernels.numerics import (
     E2M1_MAX,
-    magnitude_bits,
+    largest,
+    magnitude,
     nvfp4_block_scale,
     quantize_e4m3,
     quotient,
@@ -32,7 +33,7 @@ def nvfp4_by_token(x, scale, BLOCK: tl.constexpr):
     TOKENS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     x = tl.reshape(x, [TOKENS // BLOCK, BLOCK, WIDTH])
-    block_scale = nvfp4_block_scale(tl.max(magnitude_bits(x), 1), scale).to(tl.float32)[:, None, :]
+    block_scale = nvfp4_block_scale(largest(magnitude(x), 1), scale).to(tl.float32)[:, None, :]
     effective = block_scale * scale
     y = round_e2m1(quotient(x, effective, E2M1_MAX)) * block_scale
     return tl.reshape(with_sign(y, sign_bits(x, effective)), [TOKENS, WIDTH])
@@ -41,11 +42,11 @@ def nvfp4_by_token(x, scale, BLOCK: tl.constexpr):
 @triton.jit
 def quantized(x, scale, QDQ: tl.constexpr, BLOCK: tl.constexpr):
     """What dequantizing x [TOKENS, WIDTH] multiplies by the scale, in x's dtype."""
+    scale = tl.full([], scale, tl.float32)
     if QDQ == "fp8_e4m3":
-        scale = tl.full([], scale, tl.float32)
-        x = quantize_e4m3(x.to(tl.float32), scale, True).to(x.dtype)
+        x = quantize_e4m3(x, scale).to(x.dtype)
     elif QDQ == "nvfp4":
-        x = nvfp4_by_token(x.to(tl.float32), scale, BLOCK).to(x.dtype)
+        x = nvfp4_by_token(x, scale, BLOCK).to(x.dtype)
     return x
 
 

@@ -14,9 +14,9 @@ MAGIC = tl.constexpr(1.5 * 2**23)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 SIGN_BITS = tl.constexpr(-0x80000000)
-ONE_BITS = tl.constexpr(0x3F800000)
-# from the bits of a power of two to those of 1.5 * 2**22 times it
-MAGIC_OVER_ONE = tl.constexpr((22 << 23) + (1 << 22))
+# adding 2**22 times a spacing of 0.5 rounds to that spacing; with 3 more, the last three bits of
+# the sum and its bits from 22 on add up to an E2M1 code
+E2M1_MAGIC = tl.constexpr(2.0**22 + 3.0)
 
 
 @triton.jit
@@ -27,39 +27,48 @@ def round_e4m3(x):
 
 
 @triton.jit
-def e2m1_magic(y):
-    """What rounds a magnitude to its spacing: 0.5 below 2, 1 below 4, 2 above."""
-    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & INFINITY_BITS, ONE_BITS)
-    return (exponent + MAGIC_OVER_ONE).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def magnitude(x):
-    """Take the sign of float32 x away."""
-    return (x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS).to(tl.float32, bitcast=True)
+def _e2m1_spacing(y):
+    """Spacing of E2M1 at a magnitude, in halves: 1 below 2, 2 below 4, 4 above."""
+    bits = tl.maximum(y, 1.0).to(tl.int32, bitcast=True) & INFINITY_BITS
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_e2m1(y):
-    """E2M1 magnitudes as float32, of magnitudes within range; NaN stays."""
-    magic = e2m1_magic(y)
-    return (y + magic) - magic
+    """E2M1 magnitudes as float32, of magnitudes up to its largest number; NaN stays."""
+    spacing = _e2m1_spacing(y)
+    return tl.fma(spacing, -E2M1_MAGIC, tl.fma(spacing, E2M1_MAGIC, y))
 
 
 @triton.jit
-def encode_e2m1(y, sign):
-    """E2M1 codes in the low four bits of int32, of magnitudes within range and sign bits."""
-    magic = e2m1_magic(y)
-    steps = (y + magic).to(tl.int32, bitcast=True) & 0x7
-    # spacings below begin at code 0, 2 (from 2) and 4 (from 4)
-    code = steps + ((magic.to(tl.int32, bitcast=True) - MAGIC_OVER_ONE - ONE_BITS) >> 22)
-    return code | ((sign >> 28) & 0x8)
+def encode_e2m1(y):
+    """E2M1 codes in the low three bits of int32, others above, of magnitudes as above."""
+    rounded = tl.fma(_e2m1_spacing(y), E2M1_MAGIC, y).to(tl.int32, bitcast=True)
+    return rounded + (rounded >> 22)
 
 
 @triton.jit
-def sign_bits(x, effective):
-    """Sign bits of x; positive where the effective scale is zero, as all codes are then."""
-    return x.to(tl.int32, bitcast=True) & tl.where(effective == 0.0, 0, SIGN_BITS)
+def float_bits(x):
+    """Bits of x as float32."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits that order as magnitudes do; NaN above infinity."""
+    return float_bits(x) & MAGNITUDE_BITS
+
+
+@triton.jit
+def magnitude(x):
+    """Take the sign of x away, as float32."""
+    return magnitude_bits(x).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sign_bits(x, divisor):
+    """Sign bits of x; positive where the divisor is zero, as all codes are then."""
+    return float_bits(x) & tl.where(divisor == 0.0, 0, SIGN_BITS)
 
 
 @triton.jit
@@ -69,61 +78,66 @@ def with_sign(y, sign):
 
 
 @triton.jit
-def magnitude_bits(x):
-    """Bits that order as magnitudes do; NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
+def larger(a, b):
+    """Maximum, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def nvfp4_block_scale(amax_bits, scale):
-    """E4M3 block scale of a block's largest `magnitude_bits`; NaN if the block holds a NaN."""
-    amax = tl.minimum(amax_bits, INFINITY_BITS).to(tl.float32, bitcast=True)
-    amax = tl.minimum(amax, FLOAT32_MAX)
-    ratio = tl.div_rn(tl.div_rn(amax, tl.zeros_like(amax) + E2M1_MAX), tl.zeros_like(amax) + scale)
-    ratio = tl.where(amax_bits > INFINITY_BITS, float("nan"), ratio)
-    return round_e4m3(ratio)
+def largest(x, axis: tl.constexpr):
+    """Maximum along an axis; NaN if there is one."""
+    return tl.reduce(x, axis, larger)
+
+
+@triton.jit
+def nvfp4_block_scale(amax, scale):
+    """E4M3 block scale of a block's largest magnitude; NaN if that is."""
+    amax = tl.minimum(amax, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
+    amax = tl.div_rn(amax, tl.zeros_like(amax) + E2M1_MAX)
+    return quotient(amax, scale, E4M3_MAX).to(tl.float8e4nv)
 
 
 @triton.jit
 def quotient(x, divisor, LIMIT: tl.constexpr):
-    """Magnitude of the correctly rounded x / divisor, at most LIMIT; zero where that is zero.
+    """Magnitude of x / divisor that rounds to E4M3, E2M1 or INT8 as the correctly rounded one.
 
-    The divisor is not negative and below 2**127, of a shape that broadcasts to x. It is divided by
-    once, however many x share it: with r the correctly rounded reciprocal of m, a quotient q of a
-    and m within one unit in the last place is corrected by `q + (a - q m) r` to the rounded one
-    (Markstein, IA-64 and Elementary Functions, 2000). The first correction brings it that near.
+    Zero where the divisor is; above LIMIT, the format's largest number, that or a number next to
+    it. The divisor is float32, not negative and below 2**127, of a shape that broadcasts to x. It
+    is divided by once, however many x share it: with r the correctly rounded reciprocal of m, a
+    quotient q of a and m within one unit in the last place is corrected by `q + (a - q m) r` to the
+    rounded one (Markstein, IA-64 and Elementary Functions, 2000).
+
+    The first correction brings q that near, and within 2**-46 of the quotient. For a 16-bit x, of
+    at most 11 bits, it is the last. Codes change half a unit from numbers of at most 8 bits, and x
+    over a float32 is 2**-40 from there; but for a power of two over one less a unit, whose q is
+    within one unit at first.
     """
     # the divisor times a power of two: in [1, 2), or below one where it is subnormal
     inverse = (254 - (divisor.to(tl.int32, bitcast=True) >> 23)) << 23
     inverse = inverse.to(tl.float32, bitcast=True)
     m = divisor * inverse
-    r = tl.where(divisor == 0.0, 0.0, tl.div_rn(m * 0.0 + 1.0, m))
-    a = tl.minimum(magnitude(x) * inverse, 4.0 * LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    # one step from an approximate reciprocal rounds it, as CUDA's own `rcp.rn` does
+    r = 1.0 / m
+    r = tl.where(divisor == 0.0, 0.0, tl.fma(tl.fma(r, -m, 1.0), r, r))
+    a = magnitude(x) * inverse
+    a = tl.minimum(a, m * LIMIT, propagate_nan=tl.PropagateNan.ALL)
     q = a * r
     q = tl.fma(tl.fma(q, -m, a), r, q)
-    q = tl.fma(tl.fma(q, -m, a), r, q)
-    return tl.minimum(q, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if x.dtype == tl.float32:
+        q = tl.fma(tl.fma(q, -m, a), r, q)
+    return q
 
 
 @triton.jit
-def quantize_e4m3(x, scale, SHARED: tl.constexpr):
-    """E4M3 of x / scale; SHARED if one scale serves all x, so that dividing once pays."""
-    if SHARED:
-        y = quotient(x, scale, E4M3_MAX)
-        y = with_sign(y, x.to(tl.int32, bitcast=True) & SIGN_BITS).to(tl.float8e4nv)
-    else:
-        y = round_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
-    return y
+def quantize_e4m3(x, scale):
+    """E4M3 of x / scale, a scale that several x share."""
+    return with_sign(quotient(x, scale, E4M3_MAX), float_bits(x) & SIGN_BITS).to(tl.float8e4nv)
 
 
 @triton.jit
-def quantize_int8(x, scale, SHARED: tl.constexpr):
+def quantize_int8(x, scale):
     """Integers of x / scale as float32, never -0.0; NaN stays."""
-    if SHARED:
-        y = with_sign(quotient(x, scale, INT8_MAX), x.to(tl.int32, bitcast=True) & SIGN_BITS)
-    else:
-        y = tl.div_rn(x, tl.zeros_like(x) + scale)
-        y = tl.clamp(y, -INT8_MAX, INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    y = with_sign(quotient(x, scale, INT8_MAX), float_bits(x) & SIGN_BITS)
     return (y + MAGIC) - MAGIC
 
 

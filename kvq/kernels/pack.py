@@ -1,4 +1,9 @@
-"""Write new K and V into paged caches, bit-equal to `kvq.kernels.reference.append_kv`."""
+"""Write new K and V into paged caches, bit-equal to `kvq.kernels.reference.append_kv`.
+
+A thread has 16 dimensions of one token, in NVFP4 pages of each half: a block, and the bytes that
+both give. Where a page is token-contiguous neighbouring threads have neighbouring tokens, whose
+bytes are one run if their slots are, wherever in a page it begins.
+"""
 
 import triton
 import triton.language as tl
@@ -9,80 +14,109 @@ from kvq.kernels.launch import check_device, on_device
 from kvq.kernels.numerics import (
     E2M1_MAX,
     encode_e2m1,
-    magnitude_bits,
+    float_bits,
+    larger,
+    largest,
+    magnitude,
     nvfp4_block_scale,
     quantize_e4m3,
     quotient,
-    sign_bits,
 )
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
 
-_ELEMENTS = 8192  # of one program
+_TOKENS = 32  # of a program, as many as a warp has threads
+_MOST_THREADS = 256
+PIECE = tl.constexpr(BLOCK_SIZE)
 
 
 @triton.jit
-def _store(cache_ptr, page, offset, x, written, PAGE: tl.constexpr, SIZE: tl.constexpr,
-           BY_TOKEN: tl.constexpr):  # fmt: skip
-    """Store x [TOKENS, WIDTH] as rows of SIZE elements, or as columns of a page."""
-    width = tl.arange(0, x.shape[1])
-    mask = written[:, None] & (width < SIZE)[None, :]
+def _load(x_ptr, offsets, stride, mask):
+    """Load a piece of each item in two parts, each what a thread loads at once of 16-bit x."""
+    PART: tl.constexpr = PIECE // 2
+    pointers = x_ptr + offsets[:, None] + (tl.arange(0, PART) * stride)[None, :]
+    first = tl.load(pointers, mask=mask[:, None], other=0.0)
+    return first, tl.load(pointers + PART * stride, mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def _store(cache_ptr, page, offset, piece, first, second, mask, SIZE: tl.constexpr,
+           PAGE: tl.constexpr, BY_TOKEN: tl.constexpr):  # fmt: skip
+    """Store a piece of each item in its row of SIZE elements, or in its column of a page."""
+    x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [first.shape[0], PIECE])
+    d = (piece * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
     if BY_TOKEN:
-        tl.store(cache_ptr + (page + offset * SIZE)[:, None] + width[None, :], x, mask=mask)
+        tl.store(cache_ptr + (page + offset * SIZE)[:, None] + d, x, mask=mask[:, None])
     else:
-        # with tokens as the first dimension Triton gives a warp 32 tokens, one run of bytes if
-        # their slots are
-        tl.store(cache_ptr + (page + offset)[:, None] + (width * PAGE)[None, :], x, mask=mask)
+        tl.store(cache_ptr + (page + offset)[:, None] + d * PAGE, x, mask=mask[:, None])
 
 
 @triton.jit
-def _half_codes(x, scale, BLOCK: tl.constexpr):
-    """Codes [TOKENS, WIDTH] and block scales [TOKENS, WIDTH / BLOCK] of half a row."""
-    TOKENS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, [TOKENS, WIDTH // BLOCK, BLOCK])
-    block_scale = nvfp4_block_scale(tl.max(magnitude_bits(x), 2), scale)
-    effective = (block_scale.to(tl.float32) * scale)[:, :, None]
-    codes = encode_e2m1(quotient(x, effective, E2M1_MAX), sign_bits(x, effective))
-    return tl.reshape(codes, [TOKENS, WIDTH]), block_scale.to(tl.uint8, bitcast=True)
+def _block_scales(first, second, scale):
+    """Codes of the block scales [ITEMS], and the effective scales [ITEMS, 1]."""
+    amax = largest(larger(magnitude(first), magnitude(second)), 1)
+    block_scale = nvfp4_block_scale(amax, scale)
+    effective = (block_scale.to(tl.float32) * scale)[:, None]
+    return block_scale.to(tl.uint8, bitcast=True), effective
+
+
+@triton.jit
+def _nvfp4_bytes(low, high, low_scale, high_scale):
+    """Bytes `S e s E E M e m` of the codes `s e e m` of low and `S E E M` of high."""
+    first = encode_e2m1(quotient(low, low_scale, E2M1_MAX))
+    second = encode_e2m1(quotient(high, high_scale, E2M1_MAX))
+    codes = (first & 0x03) | ((first << 4) & 0x40) | ((second << 2) & 0x1C)
+    signs = ((float_bits(low) >> 26) & 0x20) | ((float_bits(high) >> 24) & 0x80)
+    # a scale of zero makes all codes zero, without signs
+    signed = tl.where(low_scale == 0.0, 0, 0x20) | tl.where(high_scale == 0.0, 0, 0x80)
+    return (codes | (signs & signed)).to(tl.uint8)
 
 
 @triton.jit
 def _append(
-    x_ptr, cache_ptr, slots, head, tokens, scale_ptr,
-    x_strides, cache_strides, scale_stride,
-    FORMAT: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr,
+    x_ptr, cache_ptr, slot_ptr, scale_ptr, begin, num_tokens, x_strides, page_stride, slot_stride,
+    FORMAT: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
+    SIZE: tl.constexpr, HALF: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Write K or V of a block of tokens of one head."""
-    written = slots >= 0
-    page = (slots // PAGE) * cache_strides[0] + head * cache_strides[1]
-    offset = slots % PAGE
-    width = tl.arange(0, WIDTH)
-    row = tokens * x_strides[0] + head * x_strides[1]
-    x_offsets = row[:, None] + (width * x_strides[2])[None, :]
-    if FORMAT == "nvfp4":
-        scale = tl.load(scale_ptr + head * scale_stride)
-        low = tl.load(x_ptr + x_offsets, mask=written[:, None] & (width < HALF)[None, :], other=0.0)
-        rest = written[:, None] & (width < SIZE - HALF)[None, :]
-        high = tl.load(x_ptr + x_offsets + HALF * x_strides[2], mask=rest, other=0.0)
-        low_codes, low_scales = _half_codes(low.to(tl.float32), scale, BLOCK)
-        high_codes, high_scales = _half_codes(high.to(tl.float32), scale, BLOCK)
-        first = ((low_codes & 8) << 2) | ((low_codes & 4) << 4) | (low_codes & 3)
-        codes = (first | ((high_codes & 8) << 4) | ((high_codes & 7) << 2)).to(tl.uint8)
-        _store(cache_ptr, page, offset, codes, written, PAGE, HALF, BY_TOKEN)
-        block = tl.arange(0, WIDTH // BLOCK)
-        BLOCKS: tl.constexpr = HALF // BLOCK
-        at = (page + PAGE * HALF + offset * (2 * BLOCKS))[:, None] + block[None, :]
-        inside = written[:, None] & (block < BLOCKS)[None, :]
-        tl.store(cache_ptr + at, low_scales, mask=inside)
-        tl.store(cache_ptr + at + BLOCKS, high_scales, mask=inside)
+    """Write K or V of a block of tokens of one head; an item is a piece of a token."""
+    item = tl.arange(0, TOKENS * PIECES)
+    if BY_TOKEN:
+        token, piece = begin + item // PIECES, item % PIECES
     else:
-        x = tl.load(x_ptr + x_offsets, mask=written[:, None] & (width < SIZE)[None, :], other=0.0)
-        if FORMAT == "fp8_e4m3":
-            x = x.to(tl.float32)
-            scale = tl.load(scale_ptr + head * scale_stride)
-            x = quantize_e4m3(x, scale, False).to(tl.uint8, bitcast=True)
-        _store(cache_ptr, page, offset, x, written, PAGE, SIZE, BY_TOKEN)
+        token, piece = begin + item % TOKENS, item // TOKENS
+    given = token < num_tokens
+    slot = tl.load(slot_ptr + token * slot_stride, mask=given, other=-1).to(tl.int64)
+    page, offset = slot // PAGE * page_stride, slot % PAGE
+    x_offsets = token * x_strides[0] + piece * PIECE * x_strides[2]
+    # x is read without waiting for the slots, of padding too
+    if FORMAT == "nvfp4":
+        inside = (slot >= 0) & (piece < HALF // PIECE)
+        low0, low1 = _load(x_ptr, x_offsets, x_strides[2], given & (piece < HALF // PIECE))
+        x_offsets += HALF * x_strides[2]
+        rest = given & (piece < (SIZE - HALF) // PIECE)
+        high0, high1 = _load(x_ptr, x_offsets, x_strides[2], rest)
+        scale = tl.load(scale_ptr)
+        low_codes, low_scale = _block_scales(low0, low1, scale)
+        high_codes, high_scale = _block_scales(high0, high1, scale)
+        first = _nvfp4_bytes(low0, high0, low_scale, high_scale)
+        second = _nvfp4_bytes(low1, high1, low_scale, high_scale)
+        _store(cache_ptr, page, offset, piece, first, second, inside, HALF, PAGE, BY_TOKEN)
+        BLOCKS: tl.constexpr = HALF // PIECE
+        block_ptrs = cache_ptr + page + PAGE * HALF + offset * (2 * BLOCKS) + piece
+        tl.store(block_ptrs, low_codes, mask=inside)
+        tl.store(block_ptrs + BLOCKS, high_codes, mask=inside)
+    elif FORMAT == "fp8_e4m3":
+        inside = (slot >= 0) & (piece < SIZE // PIECE)
+        first, second = _load(x_ptr, x_offsets, x_strides[2], given & (piece < SIZE // PIECE))
+        scale = tl.load(scale_ptr)
+        first = quantize_e4m3(first, scale).to(tl.uint8, bitcast=True)
+        second = quantize_e4m3(second, scale).to(tl.uint8, bitcast=True)
+        _store(cache_ptr, page, offset, piece, first, second, inside, SIZE, PAGE, BY_TOKEN)
+    else:
+        d = tl.arange(0, PIECE)[None, :]
+        inside = ((slot >= 0) & (piece < SIZE // PIECE))[:, None]
+        x = tl.load(x_ptr + x_offsets[:, None] + d * x_strides[2], mask=inside, other=0.0)
+        row = page + offset * SIZE + piece * PIECE
+        tl.store(cache_ptr + row[:, None] + d, x, mask=inside)
 
 
 @triton.jit
@@ -90,24 +124,25 @@ def _append_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, num_tokens,
     k_strides, v_strides, k_cache_strides, v_cache_strides, slot_stride, k_scale_stride,
     v_scale_stride,
-    FORMAT: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, K_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_HALF: tl.constexpr,
-    V_HALF: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, SIDES: tl.constexpr,
+    TOKENS: tl.constexpr, K_PIECES: tl.constexpr, V_PIECES: tl.constexpr, K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1).to(tl.int64)
-    inside = tokens < num_tokens
-    slots = tl.load(slot_ptr + tokens * slot_stride, mask=inside, other=-1).to(tl.int64)
-    if tl.program_id(2) == 0:
+    # neighbouring programs have the heads of the same tokens, which lie side by side
+    pid = tl.program_id(0).to(tl.int64)
+    head, begin = pid % HEADS, pid // (HEADS * SIDES) * TOKENS
+    if pid // HEADS % SIDES == 0:
         _append(
-            k_ptr, k_cache_ptr, slots, head, tokens, k_scale_ptr, k_strides,
-            k_cache_strides, k_scale_stride, FORMAT, PAGE, K_SIZE, K_WIDTH, K_HALF, BLOCK, True,
+            k_ptr + head * k_strides[1], k_cache_ptr + head * k_cache_strides[1], slot_ptr,
+            k_scale_ptr + head * k_scale_stride, begin, num_tokens, k_strides, k_cache_strides[0],
+            slot_stride, FORMAT, PAGE, TOKENS, K_PIECES, K_SIZE, K_HALF, True,
         )  # fmt: skip
-    elif V_SIZE > 0:
+    elif SIDES == 2:
         BY_TOKEN: tl.constexpr = FORMAT != "nvfp4" and FORMAT != "fp8_e4m3"
         _append(
-            v_ptr, v_cache_ptr, slots, head, tokens, v_scale_ptr, v_strides,
-            v_cache_strides, v_scale_stride, FORMAT, PAGE, V_SIZE, V_WIDTH, V_HALF, BLOCK, BY_TOKEN,
+            v_ptr + head * v_strides[1], v_cache_ptr + head * v_cache_strides[1], slot_ptr,
+            v_scale_ptr + head * v_scale_stride, begin, num_tokens, v_strides, v_cache_strides[0],
+            slot_stride, FORMAT, PAGE, TOKENS, V_PIECES, V_SIZE, V_HALF, BY_TOKEN,
         )  # fmt: skip
 
 
@@ -151,18 +186,22 @@ def append_kv(
     v_scales = k_scales if v is None else head_scale(v_scale, heads, fmt, "v_scale", k)
     if k.shape[0] == 0:
         return
-    divide = 2 if layout.format == "nvfp4" else 1
-    k_width = triton.next_power_of_2(half(layout.head_dim) * 2 // divide)
-    v_width = triton.next_power_of_2(half(size) * 2 // divide)
-    tokens = min(triton.next_power_of_2(k.shape[0]), max(_ELEMENTS // k_width // divide, 16))
-    grid = (triton.cdiv(k.shape[0], tokens), heads, 1 if v is None else 2)
+    halves = 2 if layout.format == "nvfp4" else 1
+    k_pieces, v_pieces = (
+        int(triton.next_power_of_2(triton.cdiv(x, halves * BLOCK_SIZE)))
+        for x in (layout.head_dim, size)
+    )
+    pieces = max(k_pieces, v_pieces)
+    tokens = min(_TOKENS, max(_MOST_THREADS // pieces, 1))
+    sides = 1 if v is None else 2
     with on_device(k):
-        _append_kv[grid](
+        _append_kv[(triton.cdiv(k.shape[0], tokens) * heads * sides,)](
             k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, k.shape[0],
             k.stride(), (0, 0, 0) if v is None else v.stride(), k_cache.stride()[:2],
             (0, 0) if v_cache is None else v_cache.stride()[:2], slot_mapping.stride(0),
             k_scales.stride(0), v_scales.stride(0),
-            FORMAT=layout.format, PAGE=layout.page_size, TOKENS=tokens, K_SIZE=layout.head_dim,
-            V_SIZE=0 if v is None else size, K_WIDTH=k_width, V_WIDTH=v_width,
-            K_HALF=half(layout.head_dim), V_HALF=half(size), BLOCK=BLOCK_SIZE, num_warps=8,
+            FORMAT=layout.format, PAGE=layout.page_size, HEADS=heads, SIDES=sides, TOKENS=tokens,
+            K_PIECES=k_pieces, V_PIECES=v_pieces, K_SIZE=layout.head_dim, V_SIZE=size,
+            K_HALF=half(layout.head_dim), V_HALF=half(size),
+            num_warps=max(tokens * pieces // 32, 1),
         )  # fmt: skip

@@ -26,6 +26,8 @@ from kvq.kernels.launch import check_device, on_device
 from kvq.kernels.numerics import (
     E2M1_MAX,
     INFINITY_BITS,
+    larger,
+    largest,
     magnitude,
     magnitude_bits,
     nvfp4_block_scale,
@@ -56,31 +58,33 @@ def _offsets(rows, sizes, strides):
 
 
 @triton.jit
-def _blocks(x, scale, KIND: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Round [ROWS, COLS] in blocks of BLOCK along the columns."""
+def _mx(x, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Round [ROWS, COLS] in blocks of BLOCK along the columns, with power-of-two scales."""
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, [ROWS, COLS // BLOCK, BLOCK])
+    x = tl.reshape(x.to(tl.float32), [ROWS, COLS // BLOCK, BLOCK])
     MAX_EXPONENT: tl.constexpr = 8 if ELEMENT == "e4m3" else 2
-    if KIND == "nvfp4":
-        block_scale = nvfp4_block_scale(tl.max(magnitude_bits(x), 2), scale)
-        effective = (block_scale.to(tl.float32) * scale)[:, :, None]
-        y = round_e2m1(quotient(x, effective, E2M1_MAX)) * effective
-        y = with_sign(y, sign_bits(x, effective))
-    elif ELEMENT == "e4m3":
+    bits = magnitude_bits(x)
+    if ELEMENT == "e4m3":
         # NaN does not count and infinity counts as the largest number
-        bits = magnitude_bits(x)
         amax_bits = tl.max(tl.where(bits > INFINITY_BITS, 0, bits), 2)
         value, inverse = power_of_two(amax_bits, MAX_EXPONENT)
         y = round_e4m3(x * inverse[:, :, None]).to(tl.float32) * value[:, :, None]
     else:
-        amax_bits = tl.max(magnitude_bits(x), 2)
+        amax_bits = tl.max(bits, 2)
         value, inverse = power_of_two(amax_bits, MAX_EXPONENT)
         value = tl.where(amax_bits > INFINITY_BITS, float("nan"), value)
         scaled = tl.minimum(magnitude(x) * inverse[:, :, None], E2M1_MAX)
         value = value[:, :, None]
         y = with_sign(round_e2m1(scaled) * value, sign_bits(x, value))
     return tl.reshape(y, [ROWS, COLS])
+
+
+@triton.jit
+def _nvfp4(x, effective):
+    """Round part of each block [ROWS, BLOCKS, PART] with its effective scale."""
+    y = round_e2m1(quotient(x, effective, E2M1_MAX)) * effective
+    return with_sign(y, sign_bits(x, effective))
 
 
 @triton.jit
@@ -93,30 +97,51 @@ def _quantize_dequantize(
     row_blocks = tl.cdiv(num_rows, ROWS)
     pid = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     rows = (pid % row_blocks) * ROWS + tl.arange(0, ROWS)
-    cols = (pid // row_blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
-    inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    x_offsets = _offsets(rows, sizes, x_strides)[:, None] + (cols * x_col_stride)[None, :]
-    x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0).to(tl.float32)
+    begin = (pid // row_blocks).to(tl.int64) * COLS
+    x_ptrs = x_ptr + _offsets(rows, sizes, x_strides)[:, None]
+    out_ptrs = out_ptr + _offsets(rows, sizes, out_strides)[:, None]
+    scale_ptrs = scale_ptr
+    if SCALE == "rows" or SCALE == "all":
+        scale_ptrs += _offsets(rows, scale_sizes, scale_strides)[:, None]
+    row_inside = (rows < num_rows)[:, None]
     if SCALE == "one":
         scale = tl.load(scale_ptr)
     elif SCALE == "rows":
-        row_offsets = _offsets(rows, scale_sizes, scale_strides)
-        scale = tl.load(scale_ptr + row_offsets, mask=rows < num_rows, other=1.0)[:, None]
-    elif SCALE == "all":
-        offsets = (
-            _offsets(rows, scale_sizes, scale_strides)[:, None] + (cols * scale_col_stride)[None, :]
-        )
-        scale = tl.load(scale_ptr + offsets, mask=inside, other=1.0)
+        scale = tl.load(scale_ptrs, mask=row_inside, other=1.0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if KIND == "nvfp4":
+        # [BLOCKS, ROWS, PART]: two parts, so that a thread has whole blocks, and blocks first, so
+        # that neighbouring threads have neighbouring ones
+        PART: tl.constexpr = BLOCK // 2
+        block = begin + tl.arange(0, COLS // BLOCK)[:, None, None] * BLOCK
+        cols = block + tl.arange(0, PART)[None, None, :]
+        inside = row_inside[None] & (cols < num_cols)
+        rest = row_inside[None] & (cols + PART < num_cols)
+        x_ptrs = x_ptrs[None] + cols * x_col_stride
+        out_ptrs = out_ptrs[None] + cols * out_col_stride
+        first = tl.load(x_ptrs, mask=inside, other=0.0)
+        second = tl.load(x_ptrs + PART * x_col_stride, mask=rest, other=0.0)
+        amax = largest(larger(magnitude(first), magnitude(second)), 2)
+        if SCALE == "rows":
+            scale = tl.reshape(scale, [1, ROWS])
+        block_scale = nvfp4_block_scale(amax, scale).to(tl.float32)
+        effective = (block_scale * scale)[:, :, None]
+        tl.store(out_ptrs, _nvfp4(first, effective).to(dtype), mask=inside)
+        out_ptrs += PART * out_col_stride
+        tl.store(out_ptrs, _nvfp4(second, effective).to(dtype), mask=rest)
     else:
-        scale = 1.0
-    if KIND == "fp8":
-        y = quantize_e4m3(x, scale, SCALE == "one").to(tl.float32) * scale
-    elif KIND == "int8":
-        y = quantize_int8(x, scale, SCALE == "one") * scale
-    else:
-        y = _blocks(x, scale, KIND, ELEMENT, BLOCK)
-    offsets = _offsets(rows, sizes, out_strides)[:, None] + (cols * out_col_stride)[None, :]
-    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
+        cols = begin + tl.arange(0, COLS)[None, :]
+        inside = row_inside & (cols < num_cols)
+        x = tl.load(x_ptrs + cols * x_col_stride, mask=inside, other=0.0)
+        if SCALE == "all":
+            scale = tl.load(scale_ptrs + cols * scale_col_stride, mask=inside, other=1.0)
+        if KIND == "fp8":
+            y = quantize_e4m3(x, scale).to(tl.float32) * scale
+        elif KIND == "int8":
+            y = quantize_int8(x, scale) * scale
+        else:
+            y = _mx(x, ELEMENT, BLOCK)
+        tl.store(out_ptrs + cols * out_col_stride, y.to(dtype), mask=inside)
 
 
 def quantize_dequantize(
