@@ -43,6 +43,20 @@ def test_padding_is_skipped_and_neighbours_are_untouched(layout):
     assert same_bytes(caches, expected), case.seed
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "nvfp4"])
+def test_slots_that_begin_anywhere_in_a_page_and_in_any_order(name, head_dim):
+    from kvq.kernels.pack import append_kv
+
+    layout = PageLayout(name, 32, 3, head_dim)
+    case = Case(layout, [200, 3, 131], device="cuda")
+    for slots in (case.slots.flip(0), case.slots[torch.randperm(334)], case.slots.roll(7)):
+        caches, expected = (poisoned(layout, case.num_pages, "cuda") for _ in range(2))
+        for call, target in ((append_kv, caches), (reference.append_kv, expected)):
+            call(case.k, case.v, *target, slots, layout=layout, **case.scales)
+        assert same_bytes(caches, expected), case.seed
+
+
 @ALL
 def test_strided_tokens_and_interleaved_caches(layout):
     from kvq.kernels.pack import append_kv

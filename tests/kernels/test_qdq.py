@@ -48,6 +48,21 @@ def test_every_value_of_the_dtype_at_several_scales(fmt, dtype):
         check(x, fmt, scale)
 
 
+@pytest.mark.parametrize("fmt", [FP8_E4M3, INT8, NVFP4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_that_put_quotients_next_to_where_rounding_changes(fmt, dtype):
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite() & (x.abs() < 1e6)]
+    powers = (2.0 ** torch.arange(-14, 15)).to(dtype).repeat(64)
+    x = torch.cat((x[torch.randperm(len(x))], powers))
+    x = x[: len(x) // 64 * 64].view(-1, 64).cuda()
+    # a unit or two beside a number of few bits
+    few = torch.arange(8, 16, dtype=torch.float32).repeat_interleave(6)
+    units = torch.tensor([-2, -1, 0, 1, 2, 3], dtype=torch.int32).repeat(8)
+    for scale in (few.view(torch.int32) + units).view(torch.float32).tolist():
+        check(x, fmt, scale / 32)
+
+
 @ALL
 @DTYPES
 def test_random_values_near_midpoints(fmt, dtype):
