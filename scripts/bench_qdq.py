@@ -38,6 +38,39 @@ def show(name: str, time: float, size: int, copy: float) -> None:
     print(f"{name} | {time:.4f} ms | {rate:.2f} TB/s | {rate / copy:.2f} ({verdict})", flush=True)
 
 
+def slots_of(tokens: int, page_size: int) -> dict[str, torch.Tensor]:
+    """One request in pages in order, and requests of many lengths in pages in any order."""
+    pages = iter(torch.randperm(tokens // page_size).tolist())
+    ragged: list[int] = []
+    for length in torch.randint(1, 2000, (tokens // 1200,)).tolist():
+        for begin in range(0, length, page_size):
+            page = next(pages)
+            ragged += range(page * page_size, page * page_size + min(page_size, length - begin))
+    return {"in order": torch.arange(tokens), "ragged": torch.tensor(ragged)}
+
+
+def pack_table(k: torch.Tensor, v: torch.Tensor, amax: torch.Tensor, copy: float) -> None:
+    for name, fmt in (("fp8_e4m3", FP8_E4M3), ("nvfp4", NVFP4_KV)):
+        for page_size in (16, 128):
+            layout = PageLayout(name, page_size, HEADS, HEAD_DIM)
+            scale = amax / fmt.amax(1)
+            options = {"layout": layout, "k_scale": scale, "v_scale": scale}
+            for order, slots in slots_of(len(k), page_size).items():
+                slots = slots.cuda()
+                caches, expected = (new_cache(layout, len(k) // page_size, "cuda") for _ in "12")
+                few = (k[:CHECKED], v[:CHECKED])
+                pack.append_kv(*few, *caches, slots[:CHECKED], **options)
+                reference.append_kv(*few, *expected, slots[:CHECKED], **options)
+                pairs = zip(caches, expected, strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs), name
+                given = (k[: len(slots)], v[: len(slots)])
+                time = median(lambda g=given, c=caches, s=slots, o=options: pack.append_kv(
+                    *g, *c, s, **o))  # fmt: skip
+                row = 2 * HEADS * HEAD_DIM * k.element_size() + layout.bytes_per_token
+                case = f"pack {name} page {page_size} {order} {k.dtype}"
+                show(case, time, len(slots) * row, copy)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=262144)
@@ -67,23 +100,7 @@ def main() -> None:
                 show(f"qdq {fmt.name} {name} {dtype}", time, size, copy)
         if dtype == torch.float32:
             continue
-        v = torch.randn_like(x)
-        for name, fmt in (("fp8_e4m3", FP8_E4M3), ("nvfp4", NVFP4_KV)):
-            for page_size in (16, 128):
-                layout = PageLayout(name, page_size, HEADS, HEAD_DIM)
-                caches = new_cache(layout, args.tokens // page_size, "cuda")
-                options = {"layout": layout, "k_scale": per_head[:, 0] / fmt.amax(1),
-                           "v_scale": per_head[:, 0] / fmt.amax(1)}  # fmt: skip
-                slots = torch.arange(args.tokens, device="cuda")
-                pack.append_kv(x, v, *caches, slots, **options)
-                part = new_cache(layout, CHECKED // page_size, "cuda")
-                reference.append_kv(x[:CHECKED], v[:CHECKED], *part, slots[:CHECKED], **options)
-                pairs = zip(caches, part, strict=True)
-                assert all(torch.equal(a[: len(b)], b) for a, b in pairs), name
-                time = median(lambda x=x, v=v, c=caches, s=slots, o=options: pack.append_kv(
-                    x, v, *c, s, **o))  # fmt: skip
-                written = args.tokens * layout.bytes_per_token
-                show(f"pack {name} page {page_size} {dtype}", time, size + written, copy)
+        pack_table(x, torch.randn_like(x), per_head[:, 0], copy)
 
 
 if __name__ == "__main__":
