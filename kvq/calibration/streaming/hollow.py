@@ -1,10 +1,12 @@
 """A model without weights: built by transformers as ever, filled and emptied layer by layer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvq.calibration.model import (
     LoadedModel,
@@ -18,19 +20,29 @@ from kvq.calibration.model import (
     model_class,
 )
 from kvq.calibration.modules import live_names
+from kvq.calibration.streaming.deferred import Deferred, Making
 from kvq.calibration.streaming.errors import NotStreamable
-from kvq.calibration.streaming.stored import Reader, Rows, Stored
+from kvq.calibration.streaming.stored import Reader, Rows
 from kvq.checkpoint import CheckpointView
-from kvq.errors import UnsupportedModelError
 from kvq.geometry import is_text_path
-from kvq.tensorfile import TensorInfo
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a module keeps a tensor."""
+
+    name: str  # in the whole model
+    module: nn.Module
+    kept: dict[str, Any]  # the module's parameters, or its buffers
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.kept[self.key]
 
 
 class HollowModel:
     """A model on the meta device, with what it takes to fill any part of it from its checkpoint.
-
-    transformers' own loader maps the checkpoint's names to parameters, merges experts and casts,
-    once with nothing but shapes for the whole model, then with the values of one part at a time.
 
     Attributes:
         model: the whole model; its parameters are on the meta device, its other buffers filled.
@@ -38,25 +50,24 @@ class HollowModel:
         device: where parts are filled.
     """
 
-    def __init__(
-        self, model: Any, attentions: Sequence[str], view: CheckpointView, device: torch.device
-    ) -> None:
+    def __init__(self, model: Any, attentions: Sequence[str], device: torch.device) -> None:
         self.model, self.device = model, device
         self.reader = Reader(device)
+        self._weights = _take_weights(model)
         names = list(live_names(model, attentions).values())
         self._container, self.layers = _decoder_layers(model, names)
-        self._sources = _sources(model, view.tensors)
-        for name, buffer in model.named_buffers():
-            if buffer.device.type != "meta":
-                _owner(model, name)._buffers[name.rpartition(".")[2]] = buffer.to(device)
+        for slot in _slots(model):
+            if slot.tensor.device.type != "meta":
+                slot.kept[slot.key] = slot.tensor.to(device)
         modules = [module for layer in self.layers for module in layer.modules()]
         self._meta = {id(m): (dict(m._parameters), dict(m._buffers)) for m in modules}
         if len(self._meta) != len(modules):
             raise NotStreamable("its layers share modules")
 
     def layer_bytes(self, number: int) -> int:
-        """Return how many bytes of the checkpoint a layer has."""
-        return sum(_size(stored) for stored in self._stored_of(number))
+        """Return how many bytes the weights of a layer take in memory."""
+        tensors = {id(slot.tensor): slot.tensor for slot in _slots(self.layers[number])}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def fill_outside(self, body: nn.Module, tokens: Tensor) -> None:
         """Fill what `body` has outside of its layers; of embeddings, only the rows in use.
@@ -66,43 +77,33 @@ class HollowModel:
             tokens: all token ids in use, sorted and unique.
         """
         prefix = next(name for name, module in self.model.named_modules() if module is body)
-        inside = f"{prefix}." if prefix else ""
-        wanted: dict[str, TensorInfo] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            outside = name.startswith(inside) and not name.startswith(f"{self._container}.")
-            if not outside or not is_text_path(name) or parameter.device.type != "meta":
+        wanted = []
+        for slot in _slots(body, prefix):
+            inside = slot.name.startswith(f"{self._container}.")
+            if inside or not is_text_path(slot.name) or slot.tensor.device.type != "meta":
                 continue
-            owner, stored = _owner(self.model, name), self._sources.get(name, {})
-            if isinstance(owner, nn.Embedding) and _as_stored(parameter, stored):
-                rows = Rows.of(parameter, next(iter(stored.values())), self.reader)
+            weight = self._weights.get(slot.tensor)
+            if isinstance(slot.module, nn.Embedding) and weight is not None and weight.stored:
+                rows = Rows.of(slot.tensor, weight.stored, self.reader)
                 if tokens.numel() and int(tokens[-1]) < rows.place.numel():
                     rows.want(tokens.to(self.device))
-                owner._parameters["weight"] = rows
-            elif not name.endswith("lm_head.weight"):
-                wanted |= stored
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if buffer.device.type == "meta" and name.startswith(inside) and is_text_path(name):
-                wanted |= self._sources.get(name, {})
-        self._load(wanted)
+                slot.kept[slot.key] = rows
+            elif weight is not None and not slot.name.endswith("lm_head.weight"):
+                wanted.append(slot)
+        self._fill(wanted)
 
     def fill(self, number: int) -> None:
         """Read the weights of a layer.
 
         Raises:
-            NotStreamable: some of them are stored with another layer.
+            NotStreamable: some of them are not stored.
         """
-        # what is merged of many tensors alone, the largest first: merging holds it twice
-        stored = sorted(self._stored_of(number), key=_size, reverse=True)
-        for parts in [parts for parts in stored if len(parts) > 1]:
-            self._load(parts)
-        self._load({name: info for parts in stored if len(parts) == 1
-                    for name, info in parts.items()})  # fmt: skip
-        layer = self.layers[number]
-        tensors = [*layer.named_parameters(), *layer.named_buffers()]
-        absent = [name for name, tensor in tensors if tensor.device.type == "meta"]
+        layer = f"{self._container}.{number}"
+        slots = [s for s in _slots(self.layers[number], layer) if s.tensor.device.type == "meta"]
+        absent = [slot.name for slot in slots if slot.tensor not in self._weights]
         if absent:
-            raise NotStreamable(f"layer {number} shares `{absent[0]}` with another module")
-        layer.requires_grad_(False)
+            raise NotStreamable(f"`{absent[0]}` is not stored")
+        self._fill(slots)
 
     def empty(self, number: int) -> None:
         """Let go of the weights of a layer."""
@@ -113,33 +114,17 @@ class HollowModel:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
 
-    def _stored_of(self, number: int) -> list[dict[str, TensorInfo]]:
-        """Return the stored tensors of each parameter of a layer."""
-        prefix = f"{self._container}.{number}."
-        found = {id(s): s for name, s in self._sources.items() if name.startswith(prefix)}
-        return list(found.values())
-
-    def _load(self, stored: Mapping[str, TensorInfo]) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        dtype = self.model.dtype
-        info, _ = convert_and_load_state_dict_in_model(
-            model=self.model,
-            state_dict={name: Stored(info, self.reader) for name, info in stored.items()},
-            load_config=LoadStateDictConfig(
-                device_map={"": str(self.device)},
-                dtype=dtype,
-                dtype_plan=self.model._get_dtype_plan(dtype),
-                weight_mapping=get_model_conversion_mapping(self.model),
-            ),
-        )
-        if info.conversion_errors:
-            name, text = next(iter(info.conversion_errors.items()))
-            raise UnsupportedModelError(
-                f"transformers cannot convert `{name}`: {text.splitlines()[0]}", code="model.load"
-            )
+    def _fill(self, slots: Iterable[_Slot]) -> None:
+        slots_of: dict[int, list[_Slot]] = {}  # tied ones together
+        for slot in slots:
+            slots_of.setdefault(id(slot.tensor), []).append(slot)
+        weights = [self._weights[tied[0].tensor] for tied in slots_of.values()]
+        made = Making(self.reader).make(weights)
+        for tied, tensor in zip(slots_of.values(), made, strict=True):
+            is_parameter = isinstance(tied[0].tensor, nn.Parameter)
+            filled = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            for slot in tied:
+                slot.kept[slot.key] = filled
 
 
 def load_hollow(
@@ -174,7 +159,7 @@ def load_hollow(
         model, info = found.from_pretrained(
             None,
             config=kind.from_pretrained(view.root),
-            state_dict={name: Stored(tensor) for name, tensor in view.tensors.items()},
+            state_dict={name: Deferred.of(info) for name, info in view.tensors.items()},
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention_implementation(config),
             output_loading_info=True,
@@ -182,7 +167,7 @@ def load_hollow(
     check_tensors(info, view.root, {*attentions, *live_names(model, attentions).values()})
     if model.config.is_encoder_decoder:
         raise NotStreamable("its decoder reads what its encoder made")
-    return HollowModel(model, attentions, view, target)
+    return HollowModel(model, attentions, target)
 
 
 def loaded_model(hollow: HollowModel, body: nn.Module) -> LoadedModel:
@@ -213,42 +198,28 @@ def _decoder_layers(model: nn.Module, names: Iterable[str]) -> tuple[str, nn.Mod
     return container, layers
 
 
-def _sources(model: Any, tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Return parameter name → the stored tensors it is made of, as transformers' loader maps them.
+def _slots(module: nn.Module, prefix: str = "") -> Iterator[_Slot]:
+    for name, inner in module.named_modules(prefix=prefix):
+        for kept in (inner._parameters, inner._buffers):
+            for key in [key for key, tensor in kept.items() if tensor is not None]:
+                yield _Slot(f"{name}.{key}" if name else key, inner, kept, key)
 
-    A converter that makes several parameters counts under its first one.
+
+def _take_weights(model: nn.Module) -> WeakTensorKeyDictionary:
+    """Exchange the deferred weights of a model for plain tensors on the meta device.
+
+    Returns the weights by these tensors; what is tied stays so.
     """
-    from transformers import core_model_loading as core
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
-    known = model.state_dict()
-    found: dict[str, dict[str, TensorInfo]] = {}
-    for name in sorted(tensors, key=core.dot_natural_key):
-        prefix = model.base_model_prefix
-        target, _ = core.rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, _ = core.rename_source_key(name, [], [], prefix, known)
-        found.setdefault(target, {})[name] = tensors[name]
-    same: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        same.setdefault(id(parameter), []).append(name)
-    for tied in same.values():  # a tied parameter is stored under one of its names
-        stored = next((found[name] for name in tied if name in found), {})
-        for name in tied:
-            found.setdefault(name, stored)
-    return found
-
-
-def _size(stored: Mapping[str, TensorInfo]) -> int:
-    return sum(info.end - info.start for info in stored.values())
-
-
-def _as_stored(parameter: Tensor, stored: Mapping[str, TensorInfo]) -> bool:
-    return [info.shape for info in stored.values()] == [tuple(parameter.shape)]
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+    plain: dict[int, Tensor] = {}
+    weights = WeakTensorKeyDictionary()
+    for slot in _slots(model):
+        weight = slot.tensor
+        if not isinstance(weight, Deferred):
+            continue
+        if id(weight) not in plain:
+            meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            is_parameter = slot.kept is slot.module._parameters
+            plain[id(weight)] = nn.Parameter(meta, requires_grad=False) if is_parameter else meta
+        slot.kept[slot.key] = plain[id(weight)]
+        weights[plain[id(weight)]] = weight
+    return weights
