@@ -2,22 +2,26 @@
 
 Usage: python scripts/bench_streaming.py [--layers 16] [--hidden 1024] [--experts 0] [--runs 5]
                                          [--sequences 8] [--seq-len 256] [--device cpu]
+       python scripts/bench_streaming.py --shape llama-8b --sequences 4 --seq-len 128
+       python scripts/bench_streaming.py --shape llama-8b --device cuda --gpu-memory 4
        python scripts/bench_streaming.py --growth     # memory at 64, 512 and 4096 sequences
 
-A checkpoint of random bfloat16 weights is made in a temporary folder. Each run is a process of its
-own, the sides alternating, the checkpoint dropped from the page cache before each:
+A checkpoint of random bfloat16 weights is made in a temporary folder (`--folder`: there). Each run
+is a process of its own, the sides alternating, the checkpoint dropped from the page cache before:
 
   read      the layers' bytes, in order, with nothing else to do
   compute   the whole model in memory: its forward passes alone, after a first one
   streamed  all that streaming does from the first weight on: reading and forward passes
 
 Correctness comes first: streamed and whole maxima must be the same bytes. Memory is the largest
-anonymous memory of the process (and CUDA's own count), less what it had before the model was built.
+anonymous memory of the process, Python and torch included, and CUDA's own count; the bound is two
+layers, what the budget keeps of hidden states, and 1 GiB.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,26 +30,53 @@ import threading
 import time
 from pathlib import Path
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
 def make(folder: Path, args: argparse.Namespace) -> None:
+    """Write a checkpoint, one layer in memory at a time."""
     import torch
     import transformers
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
-    sizes = {
+    sizes = LLAMA_8B if args.shape == "llama-8b" else {
         "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden,
         "num_hidden_layers": args.layers, "num_attention_heads": max(1, args.hidden // 64),
         "num_key_value_heads": max(1, args.hidden // 256), "vocab_size": 32000,
         "max_position_embeddings": 8192,
     }  # fmt: skip
     if args.experts:
-        sizes |= {"num_local_experts": args.experts, "intermediate_size": args.hidden}
+        sizes = {**sizes, "num_local_experts": args.experts, "intermediate_size": args.hidden}
     name = "MixtralConfig" if args.experts else "LlamaConfig"
-    config = getattr(transformers, name)(**sizes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="1GB")
+    config = getattr(transformers, name)(**sizes, dtype="bfloat16")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    shapes = {n: t.shape for n, t in revert_weight_conversion(model, model.state_dict()).items()}
+    random = torch.randn((1 << 24) + 1, generator=torch.Generator().manual_seed(0)).bfloat16() / 50
+    files: dict[str, list[str]] = {}
+    for name in shapes:
+        layer = re.search(r"layers\.(\d+)\.", name)
+        file = f"layer-{layer[1]}.safetensors" if layer else f"{name}.safetensors"
+        files.setdefault(file, []).append(name)
+    number = 0
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            number += 1  # of the same random numbers, each tensor takes others first
+            count = shapes[name].numel()
+            values = random.roll(number * 7919).repeat(-(-count // len(random)))[:count]
+            tensors[name] = (values + 1 if "norm" in name else values).reshape(shapes[name])
+        save_file(tensors, folder / file, {"format": "pt"})
+    index = {name: file for file, names in files.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -88,9 +119,15 @@ def setup(args: argparse.Namespace):
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     view = open_checkpoint(args.model)
+    if args.gpu_memory:
+        total = torch.cuda.get_device_properties(args.device).total_memory
+        fraction = args.gpu_memory * GIB / total if args.side == "streamed" else 1.0
+        torch.cuda.set_per_process_memory_fraction(fraction, args.device)
     generator = np.random.default_rng(0)
-    sequences = [Sequence(generator.integers(0, 32000 if not args.growth else 128, args.seq_len))
-                 for _ in range(args.sequences)]  # fmt: skip
+    vocab = 128 if args.growth else view.config["vocab_size"]
+    sequences = [
+        Sequence(generator.integers(0, vocab, args.seq_len)) for _ in range(args.sequences)
+    ]
     layers = read_geometry(view.config, view.tensors).layers
     paths = [layer.attention for layer in layers]
     observer = Observer(layers, queries=False)
@@ -120,7 +157,7 @@ def streamed(args: argparse.Namespace) -> dict:
     stream.run(activations, Position())
     found = digest(observer)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "memory": peak.most - peak.before, "digest": found,
+    return {"seconds": seconds, "memory": peak.most, "before": peak.before, "digest": found,
             "layer": stream.largest_layer_bytes, "in_files": in_files,
             "activations": stream.activation_bytes, "cuda": cuda_peak(args)}  # fmt: skip
 
@@ -141,8 +178,8 @@ def compute(args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     run_batches(loaded, modules, observer, sequences, plan)
     found = digest(observer)
-    return {"seconds": time.perf_counter() - start, "memory": peak.most - peak.before,
-            "digest": found, "cuda": cuda_peak(args)}  # fmt: skip
+    return {"seconds": time.perf_counter() - start, "memory": peak.most, "digest": found,
+            "cuda": cuda_peak(args)}  # fmt: skip
 
 
 def read(args: argparse.Namespace) -> dict:
@@ -156,7 +193,8 @@ def read(args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     for name in sorted(view.tensors):
         if ".layers." in name:
-            reader(view.tensors[name])
+            info = view.tensors[name]
+            reader.read([(info, reader.empty(info.shape, torch.bfloat16))])
     return {"seconds": time.perf_counter() - start}
 
 
@@ -185,15 +223,17 @@ def compare(folder: Path, args: argparse.Namespace) -> None:
         seconds = {name: found[name]["seconds"] for name in names}
         ratios.append(seconds["streamed"] / max(seconds["read"], seconds["compute"]))
         one = found["streamed"]
-        bound = 2 * one["layer"] + (0 if one["in_files"] else one["activations"])
+        bound = 2 * one["layer"] + (0 if one["in_files"] else one["activations"]) + GIB
         print(
             f"read {seconds['read']:.2f} s, compute {seconds['compute']:.2f} s, streamed "
             f"{seconds['streamed']:.2f} s: {ratios[-1]:.2f} x the larger; memory "
-            f"{one['memory'] / MIB:.0f} MiB (two layers and activations {bound / MIB:.0f} MiB), "
-            f"whole model {found['compute']['memory'] / MIB:.0f} MiB"
-            + (f", CUDA {one['cuda'] / MIB:.0f} MiB" if one["cuda"] else ""),
+            f"{one['memory'] / MIB:.0f} of {bound / MIB:.0f} MiB ({one['before'] / MIB:.0f} before "
+            f"the model, {one['layer'] / MIB:.0f} a layer)",
             flush=True,
         )
+        if one["cuda"]:
+            whole = found["compute"]["cuda"]
+            print(f"  CUDA {one['cuda'] / MIB:.0f} MiB, the whole model {whole / MIB:.0f} MiB")
     print(f"time: median {statistics.median(ratios):.2f} x, {min(ratios):.2f} to "
           f"{max(ratios):.2f}, {len(ratios)} runs")  # fmt: skip
 
@@ -205,12 +245,14 @@ def growth(folder: Path, args: argparse.Namespace) -> None:
             place = "files" if one["in_files"] else "memory"
             print(
                 f"{count} sequences, hidden states of {one['activations'] / MIB:.1f} MiB in "
-                f"{place}: {one['memory'] / MIB:.1f} MiB", flush=True,
+                f"{place}: {(one['memory'] - one['before']) / MIB:.1f} MiB", flush=True,
             )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=["llama-8b"])
+    parser.add_argument("--folder", type=Path, help="keep the checkpoint here")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=0)
@@ -220,6 +262,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--budget", type=int, default=MIB)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gpu-memory", type=float, help="GiB that streaming may use")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--as-json")
     args = parser.parse_args()
@@ -232,8 +275,10 @@ def main() -> None:
     if args.growth:
         args.hidden, args.layers, args.seq_len = 64, 2, 64
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "model"
-        make(checkpoint, args)
+        checkpoint = args.folder or Path(folder) / "model"
+        args.folder = None
+        if not (checkpoint / "config.json").exists():
+            make(checkpoint, args)
         (growth if args.growth else compare)(checkpoint, args)
 
 

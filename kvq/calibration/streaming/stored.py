@@ -63,7 +63,7 @@ class Reader:
         """Return room for a tensor; on CUDA, inside of `arriving`."""
         if self.stream is not None:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        return self._memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
+        return self._memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
 
     @contextmanager
     def arriving(self) -> Iterator[list[Tensor]]:
