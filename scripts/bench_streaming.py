@@ -76,7 +76,9 @@ def make(folder: Path, args: argparse.Namespace) -> None:
             tensors[name] = (values + 1 if "norm" in name else values).reshape(shapes[name])
         save_file(tensors, folder / file, {"format": "pt"})
     index = {name: file for file, names in files.items() for name in names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def drop_from_cache(folder: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from kvq.calibration.amax import Observer
+from kvq.calibration.blocks import in_blocks
 from kvq.calibration.restore import evaluating, rotary_restorers
 from kvq.calibration.watch import (
     LastLayerReached,
@@ -42,7 +43,7 @@ def observing(
         cache = observing_cache(model, watch)
         if cross:
             cache = EncoderDecoderCache(cache, observing_cache(model, watch, cross=True))
-        with suppress(LastLayerReached):
+        with suppress(LastLayerReached), in_blocks(model, inputs):
             model(**inputs, **cache_arguments(model, cache, cross=cross))
             watch.finish()
 

@@ -7,7 +7,6 @@ that say which attention module is running tell whose states they are. Queries n
 for them alone the attention function is exchanged, by name in the model's config, while observing.
 """
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import DynamicCache
 
 from kvq.calibration.amax import Key, Observer
+from kvq.calibration.attention import exchanged_attention
 from kvq.errors import CalibrationError
 from kvq.geometry import LayerGeometry
 from kvq.quantizers import QUERY
-
-_names = (f"kvq_observed_{i}" for i in itertools.count())
 
 
 class LastLayerReached(Exception):
@@ -193,47 +190,13 @@ def _wrappers(
 @contextmanager
 def observed_queries(model: nn.Module, watch: Watch) -> Iterator[None]:
     """Exchange the attention function for one that observes the query and calls the original."""
-    attention_functions: dict = AttentionInterface._global_mapping
-    mask_functions: dict = AttentionMaskInterface._global_mapping
-    configs = _configs(model)
-    name_of = {implementation: next(_names) for _, implementation in configs}
-    for implementation, name in name_of.items():
-        attention_functions[name] = _observed(implementation, watch)
-        if implementation in mask_functions:
-            mask_functions[name] = mask_functions[implementation]
-    try:
-        for config, implementation in configs:
-            config._attn_implementation = name_of[implementation]
+
+    def observed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            watch.see(QUERY, query)
+            return original(module, query, *args, **kwargs)
+
+        return attention
+
+    with exchanged_attention(model, observed):
         yield
-    finally:
-        for config, implementation in configs:
-            config._attn_implementation = implementation
-        for name in name_of.values():
-            del attention_functions[name]
-            mask_functions.pop(name, None)
-
-
-def _observed(implementation: str, watch: Watch) -> Callable[..., Any]:
-    def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        watch.see(QUERY, query)
-        return _original(module, implementation)(module, query, *args, **kwargs)
-
-    return attention
-
-
-def _configs(model: nn.Module) -> list[tuple[Any, str]]:
-    """Return each config of the model's modules with its attention implementation."""
-    found: Mapping[int, Any] = {
-        id(module.config): module.config
-        for module in model.modules()
-        if getattr(getattr(module, "config", None), "_attn_implementation", None) is not None
-    }
-    return [(config, config._attn_implementation) for config in found.values()]
-
-
-def _original(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """Return the attention function that `module` would have called itself."""
-    code = sys.modules[type(module).__module__]
-    return code.ALL_ATTENTION_FUNCTIONS.get_interface(
-        implementation, getattr(code, "eager_attention_forward", None)
-    )

@@ -66,6 +66,15 @@ class Job:
         return plan_batches(self.data.sequences, self.batch_size)
 
     @property
+    def long_tokens(self) -> int | None:
+        """The length of the longest sequence, if a mask over its batch is not to be made."""
+        from kvq.calibration.blocks import is_long
+
+        first = self.whole_plan[0]
+        length = max(self.data.sequences[first[0]].lengths)
+        return length if is_long(1 if self.device.type == "cpu" else len(first), length) else None
+
+    @property
     def plan(self) -> Sequence[tuple[int, ...]]:
         """The batches that this process runs."""
         return self.ranks.own(self.whole_plan)

@@ -41,10 +41,16 @@ def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
     Raises:
         KvqError: any reason why the statistics would not be exact and complete.
     """
+    from kvq.calibration.blocks import described
     from kvq.calibration.distributed import merge
     from kvq.calibration.modules import attention_modules
     from kvq.calibration.run import fixed_threads
 
+    if job.long_tokens is not None:
+        run.notify(
+            f"Where the model would make a mask of length x length, attention over "
+            f"{job.long_tokens} tokens runs in blocks of queries."
+        )
     with fixed_threads() as threads:
         outcome = _streamed(job, run, progress) or _in_memory(job, run, progress)
         merge(job.ranks, outcome.observer, job.device)
@@ -70,7 +76,7 @@ def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
             "ended_after": outcome.ended_after,
             "device": loaded.device.type,
             "dtype": loaded.dtype,
-            "attention": loaded.attention,
+            "attention": described(loaded.attention, long=job.long_tokens is not None),
             "threads": threads,
             "versions": versions(),
         },

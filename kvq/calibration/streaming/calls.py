@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvq.calibration.blocks import in_blocks
 from kvq.calibration.observe import cache_arguments
 from kvq.calibration.restore import rotary_restorers
 from kvq.calibration.streaming.errors import NotStreamable
@@ -210,7 +211,7 @@ class Caller:
             formed = FORMS[self.form](returned)
             return (*formed, *(states.new_ones(1) for _ in range(others))) if others else formed
 
-        with _exchanged(self.layers, called):
+        with _exchanged(self.layers, called), in_blocks(self.body, inputs):
             try:
                 self.body(**inputs, **cache_arguments(self.body, cache))
             except _Enough:

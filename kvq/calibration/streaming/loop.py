@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence as TokenSequence
+from kvq.calibration.blocks import in_blocks
 from kvq.calibration.model import LoadedModel, no_progress_bars
 from kvq.calibration.modules import attention_modules
 from kvq.calibration.observe import watching
@@ -230,7 +231,8 @@ class Stream:
         shared = self.shared.of(batch)
         self.watch.start()
         self.observer.batch = self.numbers[batch]
-        with model_errors(self.loaded, self._inputs(batch)):
+        inputs = self._inputs(batch)
+        with model_errors(self.loaded, inputs), in_blocks(self.loaded.body, inputs):
             try:
                 cache = guarded_cache(self.loaded.body, self.watch)
                 returned = call(layer, calls.arguments[number], states, cache, shared, check=first)
@@ -242,7 +244,7 @@ class Stream:
             self.watch.finish()
             return
         found, others = hidden_states(returned, self.caller.form, number)
-        if others and not self.caller.ignores(self._inputs(batch), others):
+        if others and not self.caller.ignores(inputs, others):
             raise NotStreamable(f"layer {number} returns more than hidden states")
         activations.write(batch, found)
 
