@@ -94,17 +94,20 @@ def calibrate(
             "weight_fingerprint": weights,
         },
         data=data,
-        run=_run_record(model, len(tally.digests)),
+        run=_run_record(model, tally),
     )
 
 
-def _run_record(model: Any, batches: int) -> dict[str, Any]:
+def _run_record(model: Any, tally: "_Tally") -> dict[str, Any]:
+    from kvq.calibration.blocks import described
+
+    implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
     return {
         "observer": "amax",
-        "batch_plan": {"batches": batches},
+        "batch_plan": {"batches": len(tally.digests)},
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": str(model.config.get_text_config(decoder=True)._attn_implementation),
+        "attention": described(implementation, long=tally.long),
         "versions": versions(),
     }
 
@@ -193,14 +196,18 @@ class _Tally:
 
     def __init__(self) -> None:
         self.sequences = self.tokens = 0
+        self.long = False  # whether any batch was attended to in blocks of queries
         self.digests: list[str] = []
 
     def count(self, batches: Iterable[Any]) -> Iterator[Batch]:
+        from kvq.calibration.blocks import is_long
+
         for number, batch in enumerate(batches):
             given = _checked(batch, number)
             main = next(given[key] for key in _MAIN if given.get(key) is not None)
             self.sequences += int(main.shape[0])
             self.tokens += int(main.shape[0] * main.shape[1])
+            self.long |= is_long(*main.shape[:2])
             digest = hashlib.sha256()
             for key in sorted(key for key in given if hasattr(given[key], "detach")):
                 value = given[key].detach().cpu().contiguous()

@@ -66,6 +66,8 @@ def test_maxima_are_those_of_attention_in_one_piece(monkeypatch, request, name):
     assert bool(found) is (name != "llama")  # which needs no mask
     np.testing.assert_allclose(amax(calibration), amax(expected), rtol=1e-5)
     assert [x.tokens for x in calibration.layers] == [162] * len(calibration.layers)
+    assert "blocks of queries" in calibration.run["attention"]
+    assert "blocks of queries" not in expected.run["attention"]
 
 
 def test_blocks_cover_every_query_once_and_the_keys_of_its_window(short):
