@@ -60,6 +60,8 @@ def run(argv: Sequence[str]) -> int:
         code = int(app(arguments, prog_name="kvq", standalone_mode=False) or 0)
         sys.stdout.flush()
     except KvqError as failure:
+        if failure.repeated:
+            return failure.exit_code
         if as_json:
             console.error_document(failure)
         console.error(failure)

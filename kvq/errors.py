@@ -14,9 +14,13 @@ A failed verification is not an error but a `Report` with findings.
 
 
 class KvqError(Exception):
-    """A failure the user can act on; `code` is stable, the text is not."""
+    """A failure the user can act on; `code` is stable, the text is not.
+
+    With `repeated`, another one of several processes says so.
+    """
 
     exit_code = 2
+    repeated = False
 
     def __init__(self, message: str, *, code: str, hint: str | None = None) -> None:
         super().__init__(message)

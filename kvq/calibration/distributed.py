@@ -7,16 +7,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from kvq.calibration.amax import Key, Observer
 from kvq.calibration.magnitudes import BINS
-from kvq.errors import InputError, KvqError
+from kvq.errors import CalibrationError, InputError, KvqError
 
 T = TypeVar("T")
+_ERROR = "kvq/error/{}"  # by rank
+_PATIENCE = timedelta(seconds=5)  # until the first process has failed too
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,9 @@ def connected(ours: Ranks, device: torch.device) -> Iterator[None]:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        store, rank, world = next(rendezvous("env://", ours.rank, ours.world))
+        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"the processes cannot reach each other: {error}",
@@ -91,8 +97,31 @@ def connected(ours: Ranks, device: torch.device) -> Iterator[None]:
         ) from error
     try:
         yield
+    except KvqError as error:
+        error.repeated = _is_repeated(ours, store, error)
+        raise
+    except RuntimeError as error:  # of a collective whose other side has gone
+        failed = [rank for rank in range(ours.world) if store.check([_ERROR.format(rank)])]
+        if not failed:
+            raise
+        other = CalibrationError(f"process {failed[0]} has failed", code="ranks.failed")
+        other.repeated = True  # that one says why
+        raise other from error
     finally:
         dist.destroy_process_group()
+
+
+def _is_repeated(ours: Ranks, store: dist.Store, error: KvqError) -> bool:
+    """Whether the first process fails with the same error, and says so."""
+    mine = f"{error.code}: {error}"
+    store.set(_ERROR.format(ours.rank), mine)
+    if ours.first:
+        return False
+    try:
+        store.wait([_ERROR.format(0)], _PATIENCE)
+        return bool(store.get(_ERROR.format(0)).decode() == mine)
+    except RuntimeError:  # it has not failed, or is gone
+        return False
 
 
 def check_same(ours: Ranks, what: Any) -> None:

@@ -110,11 +110,19 @@ def test_a_process_that_fails_stops_all_with_its_message(argv, tmp_path):
         "    running.batch_inputs = batch_inputs\n"
         "sys.exit(run(sys.argv[1:]))\n"
     )
-    result = torchrun(*argv, "-o", tmp_path / "c", program=[program])
+    result = torchrun(*argv, "-o", tmp_path / "c", "--json", program=[program])
     assert result.returncode != 0
     assert "error: process 1: the disk is gone" in result.stderr
-    assert "wrote" not in result.stdout
+    assert json.loads(result.stdout)["error"]["code"] == "test"
     assert not (tmp_path / "c").exists()
+
+
+def test_an_error_of_all_processes_is_said_once(argv, tmp_path):
+    result = torchrun(*argv, "-o", tmp_path / "c", "--margin", 99, "--json")
+    assert result.returncode != 0
+    assert json.loads(result.stdout)["error"]["code"] == "option.margin"
+    assert result.stderr.count("error: ") == 1
+    assert "error: process 0: --margin is 99" in result.stderr
 
 
 def test_batches_are_handed_out_whole_and_all(argv):
