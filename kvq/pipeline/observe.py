@@ -234,6 +234,13 @@ def _stream(job: Job, why: str, run: Session, progress: Progress | None) -> Outc
         f"{len(job.data.sequences)} sequences, {stream.tokens} tokens, batches of "
         f"{job.batch_size} on {hollow.device}, {stream.layers} layers"
     )
+    donors = {layer.shared_from for layer in job.geometry.layers}
+    sharing = [layer.layer_idx for layer in job.geometry.layers if layer.attention in donors]
+    if sharing:
+        run.notify(
+            f"Progress is saved before layer {min(sharing)} alone: what it leaves for later layers "
+            "stays in memory."
+        )
     if run.state is not None:
         run.notify(f"Resumed after {at.layer} layers and {at.batch} batches.")
     activations = stream.activations(job.work, in_files=in_files, saved=saved)

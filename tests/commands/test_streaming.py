@@ -69,6 +69,14 @@ def test_streaming_gives_the_same_bytes(calibrate, tmp_path, kind, name):
     assert {p.name for p in tmp_path.iterdir()} == {"model", "rows.jsonl", "calibration"}
 
 
+def test_layers_that_share_what_is_not_saved_are_named(calibrate, checkpoints, tmp_path):
+    zoo.tiny_model("causal", "gemma3n_text").save_pretrained(tmp_path / "model")
+    donor = 2  # of layers 4 and 5, the first of those that are read later
+    result, _ = calibrate(tmp_path / "model", "--streaming")
+    assert f"Progress is saved before layer {donor} alone" in result.err
+    assert "Progress is saved" not in calibrate(checkpoints("llama"), "--streaming")[0].err
+
+
 @pytest.mark.parametrize("options", [["--kv-cfg", "FP8_ATTN_CFG"], ["--dtype", "float32"],
                                      ["--batch-size", 3], ["--skip-layers", "1"]])  # fmt: skip
 def test_streaming_honours_the_other_options(calibrate, checkpoints, options):
