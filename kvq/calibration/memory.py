@@ -20,13 +20,31 @@ def available_bytes(device: torch.device) -> int:
 
 
 def weight_bytes(view: CheckpointView, dtype: str) -> int:
-    """Return the size of a checkpoint's tensors, floats as `dtype`, or as stored with `auto`."""
-    bits = 0
+    """Return the size of a checkpoint's tensors, floats as `dtype`, or as stored with `auto`.
+
+    What compressed-tensors packs is unpacked before it runs, to 16 bits a weight.
+    """
+    bits, unpacked = 0, _unpacking(view)
     for info in view.tensors.values():
         stored = BITS[info.dtype]
+        if unpacked and info.name.endswith(_PACKED) and info.dtype in _PACKED_DTYPES:
+            bits += int(info.numel * stored * unpacked)
+            continue
         is_float = info.dtype in ("F32", "F16", "BF16", "F64")
         bits += info.numel * (_WIDTHS.get(dtype, stored) if is_float else stored)
     return bits // 8
+
+
+_PACKED = (".weight_packed", ".weight")
+_PACKED_DTYPES = ("I32", "U8", "I8", "F8_E4M3")
+
+
+def _unpacking(view: CheckpointView) -> float | None:
+    """Return how much larger unpacked weights are, if transformers unpacks them."""
+    if (view.quantization_config or {}).get("quant_method") != "compressed-tensors":
+        return None
+    weights = [group.get("weights") or {} for group in view.config_groups.values()]
+    return 16 / min((count for w in weights if (count := w.get("num_bits"))), default=16)
 
 
 def _available_of_machine() -> int | None:

@@ -76,6 +76,7 @@ def load_model(
         target = target if place.type == "meta" else place  # accelerate moves what it offloads
     else:
         model.to(target)
+    _unpack(model)
     body, alone = _body(model)
     name = str(model.dtype).removeprefix("torch.")
     return LoadedModel(model, body, alone, target, name, implementation_of(model))
@@ -175,6 +176,15 @@ def check_tensors(info: dict[str, Any], root: Path, attentions: Iterable[str]) -
             code="model.unused_tensors",
             hint="config.json and the tensors disagree; compare them with the original model",
         )
+
+
+def _unpack(model: Any) -> None:
+    """Unpack weights that compressed-tensors leaves packed until the whole model runs.
+
+    kvq runs it without its head, which would meet them packed.
+    """
+    if hasattr(model, "ct_decompress_hook"):
+        model.hf_quantizer.compressor.decompress_model(model)
 
 
 @torch.inference_mode()
