@@ -119,7 +119,7 @@ class Making:
         """Return a weight whose values are there after the next `_read`."""
         if not _is_laid(weight):
             return self._result(weight)
-        room = self.reader.empty(weight.shape, weight.dtype)
+        room = self.reader.empty(weight.shape, weight.dtype, weight.stored)
         self._lay(weight, room)
         return room
 

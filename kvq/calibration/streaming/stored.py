@@ -4,9 +4,9 @@ import itertools
 import math
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from kvq.calibration.streaming.errors import NotStreamable
-from kvq.errors import CheckpointError
+from kvq.calibration.streaming.files import PAGE, File
 from kvq.tensorfile import TensorInfo
 
 _PIECE = 16 << 20  # bytes of pinned memory
@@ -28,23 +28,27 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}  # by size
+        self._free: dict[int, list[mmap.mmap]] = {}  # by the number of pages
 
-    def take(self, size: int) -> Tensor:
-        """Return bytes [size]; where none of this size are free, what is free is given up."""
+    def take(self, size: int, skew: int = 0) -> Tensor:
+        """Return bytes [size] that begin `skew` bytes after a page does.
+
+        Where no memory of as many pages is free, what is free is given up.
+        """
         if not size:
             return torch.empty(0, dtype=torch.uint8)
+        pages = -(-(skew + size) // PAGE)
         try:
-            memory = self._free[size].pop()
+            memory = self._free[pages].pop()
         except (KeyError, IndexError):
             self._free = {}
-            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, pages * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         lent = memoryview(memory)  # torch holds it as long as there is a tensor in it
-        weakref.finalize(lent, self._give_back, size, memory).atexit = False
-        return torch.frombuffer(lent, dtype=torch.uint8)
+        weakref.finalize(lent, self._give_back, pages, memory).atexit = False
+        return torch.frombuffer(lent, dtype=torch.uint8)[skew : skew + size]
 
-    def _give_back(self, size: int, memory: mmap.mmap) -> None:
-        self._free.setdefault(size, []).append(memory)
+    def _give_back(self, pages: int, memory: mmap.mmap) -> None:
+        self._free.setdefault(pages, []).append(memory)
 
 
 class Reader:
@@ -59,11 +63,15 @@ class Reader:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory = Memory()
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return room for a tensor; on CUDA, inside of `arriving`."""
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, info: TensorInfo | None = None
+    ) -> Tensor:
+        """Return room for a tensor, best for the one of `info`; on CUDA, inside of `arriving`."""
         if self.stream is not None:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        return self._memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
+        skew = 0 if info is None or info.start % dtype.itemsize else info.start % PAGE
+        room = self._memory.take(math.prod(shape) * dtype.itemsize, skew)
+        return room.view(dtype).view(tuple(shape))
 
     @contextmanager
     def arriving(self) -> Iterator[list[Tensor]]:
@@ -88,10 +96,12 @@ class Reader:
             CheckpointError: a file cannot be read, or has ended.
         """
         ordered = sorted(reads, key=lambda read: (read[0].path, read[0].start))
+        pinned = None if self.stream is None or not ordered else _Pinned()
         for path, group in itertools.groupby(ordered, key=lambda read: read[0].path):
-            with _Open(path, pinned=self.stream is not None) as file:
+            with File(path) as file:
+                read = file.read if pinned is None else partial(pinned.read, file)
                 for info, place in group:
-                    self._fill(file, info, [(0, info.end - info.start)], place)
+                    self._fill(read, info, [(0, info.end - info.start)], place)
 
     def rows(self, info: TensorInfo, numbers: Sequence[int]) -> Tensor:
         """Return rows of a matrix, [len(numbers), ...]; `numbers` are sorted and unique."""
@@ -104,81 +114,47 @@ class Reader:
                 parts.append((number * size, size))
         with self.arriving() as arrived:
             found = self.empty((len(numbers), *info.shape[1:]), _TYPES[info.dtype])
-            with _Open(info.path, pinned=self.stream is not None) as file:
-                self._fill(file, info, parts, found)
+            with File(info.path) as file:
+                read = file.read if self.stream is None else partial(_Pinned().read, file)
+                self._fill(read, info, parts, found)
             arrived.append(found)
         return found
 
     def _fill(
-        self, file: "_Open", info: TensorInfo, parts: Iterable[tuple[int, int]], place: Tensor
-    ) -> None:
+        self, read: Callable[[int, Tensor], None], info: TensorInfo,
+        parts: Iterable[tuple[int, int]], place: Tensor,
+    ) -> None:  # fmt: skip
         """Read parts of a tensor, (first byte, bytes), one after the other to its place."""
         dtype = _TYPES[info.dtype]
         as_stored = place.dtype == dtype and place.is_contiguous()
-        into = place if as_stored else self.empty(place.shape, dtype)
+        into = place if as_stored else self.empty(place.shape, dtype, info)
         data, position = into.view(-1).view(torch.uint8), 0
         for start, size in parts:
-            file.read(info.start + start, data[position : position + size])
+            read(info.start + start, data[position : position + size])
             position += size
         if not as_stored:
             place.copy_(into)
 
 
-class _Open:
-    """A file that is read into tensors; to CUDA, through two pieces of pinned memory in turns."""
+class _Pinned:
+    """Two pieces of pinned memory, through which bytes go to CUDA in turns."""
 
-    def __init__(self, path: Path, *, pinned: bool) -> None:
-        self.path = path
-        self._pieces = itertools.cycle(
-            [
-                (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-                for _ in range(2)
-            ]
-            if pinned
-            else []
-        )
-        self._pinned = pinned
+    def __init__(self) -> None:
+        self._pieces = itertools.cycle([
+            (torch.empty(_PIECE + PAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+            for _ in range(2)
+        ])  # fmt: skip
 
-    def __enter__(self) -> "_Open":
-        with self._errors():
-            self._file = self.path.open("rb", buffering=0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def read(self, start: int, into: Tensor) -> None:
-        """Read bytes from `start` on into a tensor [size] of uint8."""
-        with self._errors():
-            self._file.seek(start)
-            if not self._pinned:
-                self._exactly(into)
-                return
-            for part in into.split(_PIECE):
-                piece, sent = next(self._pieces)
-                sent.synchronize()
-                self._exactly(piece[: len(part)])
-                part.copy_(piece[: len(part)], non_blocking=True)
-                sent.record()
-
-    def _exactly(self, into: Tensor) -> None:
-        data = memoryview(into.numpy())
-        while data:
-            count = self._file.readinto(data)
-            if not count:
-                raise CheckpointError(
-                    f"`{self.path.name}` ended early", code="tensorfile.truncated"
-                )
-            data = data[count:]
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read `{self.path}`: {error.strerror}", code="file.unreadable"
-            ) from error
+    def read(self, file: File, start: int, into: Tensor) -> None:
+        """Read bytes from `start` on into uint8 [size]."""
+        for part in into.split(_PIECE):
+            piece, sent = next(self._pieces)
+            piece = piece[start % PAGE :][: len(part)]
+            sent.synchronize()
+            file.read(start, piece)
+            part.copy_(piece, non_blocking=True)
+            sent.record()
+            start += len(part)
 
 
 class Rows(Tensor):

@@ -1,6 +1,7 @@
 """Weights made layer by layer are those that transformers loads, and merged ones are held once."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from safetensors.torch import save_file
 from kvq.calibration.model import model_class
 from kvq.calibration.streaming.deferred import Deferred, Making
 from kvq.calibration.streaming.errors import NotStreamable
+from kvq.calibration.streaming.files import PAGE, File
 from kvq.calibration.streaming.hollow import load_hollow
 from kvq.calibration.streaming.stored import Memory, Reader
 from kvq.checkpoint import open_checkpoint
+from kvq.errors import CheckpointError
 from kvq.geometry import read_geometry
 from tests import zoo
 
@@ -75,7 +78,7 @@ def test_a_layer_takes_no_more_memory_than_its_weights(tmp_path, monkeypatch, na
     hollow = hollow_model(tmp_path / "model")
     taken = []
     take = Memory.take
-    monkeypatch.setattr(Memory, "take", lambda self, n: taken.append(n) or take(self, n))
+    monkeypatch.setattr(Memory, "take", lambda self, n, *at: taken.append(n) or take(self, n, *at))
     for number in range(len(hollow.layers)):
         size = hollow.layer_bytes(number)
         hollow.fill(number)
@@ -168,13 +171,51 @@ def test_memory_is_used_again_only_once_nothing_refers_to_it():
     assert third.data_ptr() == place
     del second, third
     assert sum(map(len, memory._free.values())) == 2
-    memory.take(8192)  # of another size: what is free is given up
-    assert set(memory._free) == {8192}
+    assert memory.take(100, skew=24).data_ptr() % PAGE == 24
+    assert sum(map(len, memory._free.values())) == 2
+    memory.take(2 * PAGE)  # of another size: what is free is given up
+    assert set(memory._free) == {2}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("skew", [0, 24, "as in the file"])
+def test_any_part_of_a_file_is_read_to_any_place(tmp_path, monkeypatch, cached, direct, skew):
+    monkeypatch.setattr("kvq.calibration.streaming.files._CHUNK", 8 * PAGE)
+    monkeypatch.setattr("kvq.calibration.streaming.files._STAGE", 2 * PAGE)
+    monkeypatch.setattr(File, "_is_cached", lambda *_: cached)
+    if not direct:
+        monkeypatch.setattr(File, "_opened_directly", lambda _: None)
+    data = torch.randint(0, 256, (50 * PAGE + 77,), dtype=torch.uint8)
+    (tmp_path / "data").write_bytes(data.numpy().tobytes())
+    memory, size = Memory(), len(data)
+    with File(tmp_path / "data") as file:
+        for start, end in [(0, size), (24, size), (24, 30), (PAGE, 3 * PAGE), (PAGE - 1, PAGE + 1),
+                           (5000, 47 * PAGE), (size - 1, size), (8, 8)]:  # fmt: skip
+            place = memory.take(end - start, start % PAGE if isinstance(skew, str) else skew)
+            place.zero_()
+            file.read(start, place)
+            assert torch.equal(place, data[start:end])
+        with pytest.raises(CheckpointError, match="`data` ended early"):
+            file.read(size - 10, torch.zeros(11, dtype=torch.uint8))
+
+
+def test_bytes_in_the_page_cache_are_known(tmp_path):
+    (tmp_path / "data").write_bytes(bytes(64 * PAGE))
+    with File(tmp_path / "data") as file:
+        if file._direct is None:
+            pytest.skip("this file system has no direct reads")
+        os.fsync(file._file)
+        assert file._is_cached(10, 60 * PAGE)
+        os.posix_fadvise(file._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not file._is_cached(10, 60 * PAGE)
+        read = torch.ones(60 * PAGE, dtype=torch.uint8)
+        file.read(10, read)
+        assert not read.any()
+        assert not file._is_cached(10, 60 * PAGE)  # nor does reading put them there
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_an_error(tmp_path):
-    from kvq.errors import CheckpointError
-
     zoo.tiny_model("causal", "llama").save_pretrained(tmp_path / "model")
     hollow = hollow_model(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
