@@ -168,6 +168,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, 
                      marks=pytest.mark.slow),
         pytest.param("mistral", 32768, {"sliding_window": 4096}, marks=pytest.mark.slow),
         pytest.param("llama", 32768, {}, marks=pytest.mark.slow),
+        pytest.param("mistral", 131072, {"sliding_window": 1024}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_no_tensor_of_length_times_length_is_made(family, length, changes):
@@ -177,6 +178,18 @@ def test_no_tensor_of_length_times_length_is_made(family, length, changes):
     assert calibration.layers[0].tokens == length
     assert 0 < largest.bytes < length * length
     assert largest.bytes <= 2 * blocks.BLOCK_BYTES
+
+
+@pytest.mark.slow
+def test_streaming_makes_no_such_tensor_either(kvq, checkpoints, tmp_path):
+    model = checkpoints("mistral", **{**SMALL, "num_hidden_layers": 2}, sliding_window=512)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": ids(9000)[0].tolist()}))
+    argv = ["--dataset", tmp_path / "rows.jsonl", "--seq-len", 9000, "--streaming"]
+    with Largest() as largest:
+        result = kvq("calibrate", model, *argv, "-o", tmp_path / "c")
+    assert result.code == 0, result.err
+    assert "Streaming" in result.err
+    assert 0 < largest.bytes < 9000 * 9000
 
 
 def test_the_recorder_of_allocations_sees_a_mask_that_is_made():

@@ -183,6 +183,7 @@ def test_a_model_that_neither_fits_nor_streams_is_refused(kvq, tmp_path, monkeyp
     [
         ("glm_moe_dsa", "layer 0 returns more than hidden states"),
         ("xlm", "something comes between layers 0 and 1"),
+        ("zaya", "transformers writes into its weights while it loads them"),
         ("big_bird", "layer 0 exchanges its modules while it runs"),
     ],
 )
