@@ -13,7 +13,7 @@ from torch import Tensor
 from kvq.errors import CheckpointError
 
 PAGE = mmap.PAGESIZE  # what direct reads are aligned to, in the file and in memory
-_CHUNK = 16 << 20
+_CHUNK = 64 << 20
 _STAGE = 1 << 20
 
 
