@@ -187,16 +187,18 @@ def compute(args: argparse.Namespace) -> dict:
 def read(args: argparse.Namespace) -> dict:
     import torch
 
-    from kvq.calibration.streaming.stored import Reader
+    from kvq.calibration.streaming.files import PAGE
+    from kvq.calibration.streaming.stored import Memory, Reader
     from kvq.checkpoint import open_checkpoint
 
     view = open_checkpoint(args.model)
     infos = [info for name, info in sorted(view.tensors.items()) if ".layers." in name]
-    room = torch.empty(max(info.numel for info in infos), dtype=torch.bfloat16).zero_()
+    room = Memory().take(max(info.end - info.start for info in infos) + PAGE).zero_()
     reader = Reader(torch.device("cpu"))
     start = time.perf_counter()
     for info in infos:
-        reader.read([(info, room[: info.numel])])
+        place = room[info.start % PAGE :][: info.end - info.start]
+        reader.read([(info, place.view(torch.bfloat16))])
     return {"seconds": time.perf_counter() - start}
 
 
