@@ -46,16 +46,22 @@ def record_each(
     path, rows: Iterable[list[int]], dtype: torch.dtype, implementation: str, device: str = "cpu",
     keep=head_amax,
 ):  # fmt: skip
-    """Return {(layer, side): what is kept of each row's states, in their order}.
-
-    Independent of kvq: transformers' own registration of an attention function, whole model with
-    head, attention inputs q, k, v [1, heads, seq_len, head_dim].
-    """
+    """Return {(layer, side): what is kept of each row's states, in their order}."""
     model = (
         AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
         .eval()
         .to(device)
     )
+    batches = [torch.tensor([row], device=device) for row in rows]
+    return record_model(model, batches, implementation, keep)
+
+
+def record_model(model, batches: Iterable[torch.Tensor], implementation: str, keep=head_amax):
+    """Return {(layer, side): what is kept of each batch's states} of passes over token ids.
+
+    Independent of kvq: transformers' own registration of an attention function, whole model with
+    head, attention inputs q, k, v [batch, heads, seq_len, head_dim].
+    """
     found: dict = defaultdict(list)
 
     def wrap(original):
@@ -77,8 +83,8 @@ def record_each(
         ALL_ATTENTION_FUNCTIONS[implementation] = wrap(before)
     try:
         with torch.no_grad():
-            for row in rows:
-                model(torch.tensor([row], device=device), use_cache=False)
+            for ids in batches:
+                model(ids, use_cache=False)
     finally:
         if implementation == "eager":
             code.eager_attention_forward = before

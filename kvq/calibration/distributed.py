@@ -51,10 +51,31 @@ class Ranks:
             )
         return plan[self.rank :: self.world]
 
-    def device(self, name: str) -> str:
-        """Return the device of this process where `name` leaves the choice."""
+    def cuda_devices(self) -> range:
+        """Return the CUDA devices of this process where those of a machine are shared out.
+
+        Raises:
+            InputError: there are not enough for all processes of this machine.
+        """
+        count = torch.cuda.device_count()
+        own = range(
+            count * self.local // self.local_world, count * (self.local + 1) // self.local_world
+        )
+        if count and not own:
+            raise InputError(
+                f"{self.local_world} processes share {count} CUDA devices: some would have none",
+                code="ranks.devices",
+                hint="start fewer processes on this machine",
+            )
+        return own
+
+    def device(self, name: str, *, spread: bool = False) -> str:
+        """Return the device of this process where `name` leaves the choice.
+
+        With `spread`, the first one of those that its model is spread over.
+        """
         if self.world > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-            return f"cuda:{self.local}"
+            return f"cuda:{self.cuda_devices()[0] if spread else self.local}"
         return name
 
 

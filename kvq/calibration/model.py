@@ -1,7 +1,7 @@
 """Load a checkpoint for calibration, with nothing made up on the way."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 
 from kvq.calibration.modules import live_names
 from kvq.errors import (
+    CalibrationError,
     CheckpointError,
     InputError,
     KvqError,
@@ -44,13 +45,13 @@ def load_model(
     dtype: str,
     trust_remote_code: bool,
     attentions: Sequence[str] = (),
-    spread: bool = False,
+    memory: Mapping[int | str, int] | None = None,
 ) -> LoadedModel:
     """Load a generative language model; every tensor of it must come from the checkpoint.
 
     Of the attention modules named by `attentions`, every tensor of the checkpoint must be used.
-    With `spread`, accelerate places its modules on all devices there are; inputs go where the
-    embedding is.
+    With `memory`, accelerate places its modules on the devices named there, which may be used up to
+    so many bytes; inputs go where the embedding is.
 
     Raises:
         InputError: the device is not there.
@@ -67,15 +68,22 @@ def load_model(
             attn_implementation=attention_implementation(config),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **({"device_map": "auto"} if spread else {}),
+            **({"device_map": "auto", "max_memory": dict(memory)} if memory is not None else {}),
         )
     check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
     model.requires_grad_(False)
-    if spread:
+    if memory is not None:
         place = model.get_input_embeddings().weight.device
         target = target if place.type == "meta" else place  # accelerate moves what it offloads
     else:
-        model.to(target)
+        try:
+            model.to(target)
+        except torch.OutOfMemoryError as error:
+            raise CalibrationError(
+                f"the weights of `{root}` do not fit on {target}",
+                code="calibrate.memory",
+                hint="--streaming reads one layer at a time; --device-map auto uses all devices",
+            ) from error
     _unpack(model)
     body, alone = _body(model)
     name = str(model.dtype).removeprefix("torch.")
@@ -255,6 +263,12 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "no CUDA device is available to this torch", code="option.device", hint="--device cpu"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"there is no `{device}`: this machine has {torch.cuda.device_count()} CUDA devices",
+            code="option.device",
+            hint="name one of them, or start fewer processes",
         )
     return device
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from kvq.calibration.amax import Observer
 from kvq.calibration.batches import Sequence as TokenSequence
+from kvq.calibration.compiling import compiled
 from kvq.calibration.model import LoadedModel
 from kvq.calibration.observe import observing
 from kvq.calibration.streaming.errors import NotStreamable
@@ -63,6 +64,7 @@ def run_batches(
     after_batch: Callable[[int], None] = lambda done: None,
     boundaries: Sequence[int] = (),
     may_end: Callable[[int], bool] = lambda batches: False,
+    compile_layers: bool = False,
 ) -> int | None:
     """Run every batch of the plan; `plan` holds indices into `sequences` of equal lengths.
 
@@ -83,7 +85,10 @@ def run_batches(
     done, count, began = 0, 0, time.perf_counter()
     steps: list[tuple[int, Sequence[int]]] = [(boundary, ()) for boundary in boundaries]
     steps += runs(plan, loaded.device, numbers)
-    with observing(loaded.body, modules, observer, cross=cross) as run:
+    with ExitStack() as stack:
+        run = stack.enter_context(observing(loaded.body, modules, observer, cross=cross))
+        if compile_layers:
+            run = stack.enter_context(compiled(loaded.body, modules, run))
         for number, batch in sorted(steps, key=itemgetter(0)):  # a boundary before its batch
             if not batch:
                 if may_end(number):
@@ -105,18 +110,25 @@ def run_batches(
 
 
 @contextmanager
-def model_errors(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Turn what a model raises while it runs into kvq's errors."""
-    shapes = {name: list(ids.shape) for name, ids in inputs.items()}
+def enough_memory(device: torch.device, sequences: int) -> Iterator[None]:
+    """Turn too little memory for a batch of so many sequences into an error of kvq's."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
-            f"out of memory on {loaded.device} with {len(next(iter(inputs.values())))} sequences "
-            "in a batch",
+            f"out of memory on {device} with {sequences} sequences in a batch",
             code="calibrate.memory",
             hint="lower --batch-size or --seq-len",
         ) from error
+
+
+@contextmanager
+def model_errors(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Turn what a model raises while it runs into kvq's errors."""
+    shapes = {name: list(ids.shape) for name, ids in inputs.items()}
+    try:
+        with enough_memory(loaded.device, len(next(iter(inputs.values())))):
+            yield
     except (KvqError, NotStreamable):
         raise
     except Exception as error:  # model code raises anything
@@ -134,7 +146,9 @@ def batch_inputs(batch: Sequence[TokenSequence], device: torch.device) -> dict[s
     decoder = [one.decoder_ids for one in batch if one.decoder_ids is not None]
     if decoder:
         inputs["decoder_input_ids"] = torch.from_numpy(np.stack(decoder))
-    return {name: ids.to(device) for name, ids in inputs.items()}
+    if device.type == "cuda":  # else the copy waits for all that the device has still to do
+        inputs = {name: ids.pin_memory() for name, ids in inputs.items()}
+    return {name: ids.to(device, non_blocking=True) for name, ids in inputs.items()}
 
 
 def runs(
@@ -170,7 +184,8 @@ def _seconds(linear: nn.Linear, tokens: int, device: torch.device) -> float:
     weight = linear.weight
     if weight.device.type == "meta":
         weight = torch.zeros(weight.shape, dtype=weight.dtype, device=device)
-    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=device)
+    # of a model that is spread, its layers are on several devices
+    states = torch.zeros(tokens, linear.in_features, dtype=weight.dtype, device=weight.device)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()

@@ -7,6 +7,7 @@ that say which attention module is running tell whose states they are. Queries n
 for them alone the attention function is exchanged, by name in the model's config, while observing.
 """
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -128,12 +129,16 @@ def observing_cache(model: nn.Module, watch: Watch, *, cross: bool = False) -> A
         for kind in vars(code).values()
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache
     ]
-    base = own[0] if own else DynamicCache
     config: Any = model.config
-    kind = type(f"Observing{base.__name__}", (ObservingCache, base), {})
+    kind = _observing_class(own[0] if own else DynamicCache)
     cache = kind() if own or cross else kind(config=config)
     cache.watch = watch
     return cache
+
+
+@functools.cache  # compiled layers are those of one class
+def _observing_class(base: type) -> Any:
+    return type(f"Observing{base.__name__}", (ObservingCache, base), {})
 
 
 @contextmanager
@@ -158,7 +163,7 @@ def hooked(model: nn.Module, modules: Mapping[str, nn.Module], watch: Watch) -> 
 
     handles = []
     try:
-        for path, module in [*modules.items(), *_wrappers(model, modules)]:
+        for path, module in _hooked(model, modules):
             handles.append(module.register_forward_pre_hook(entering(path)))
             handles.append(module.register_forward_hook(leaving, always_call=True))
         for module in modules.values():
@@ -169,6 +174,15 @@ def hooked(model: nn.Module, modules: Mapping[str, nn.Module], watch: Watch) -> 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def hooked_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules whose calls `hooked` tells of."""
+    return [module for _, module in _hooked(model, modules)]
+
+
+def _hooked(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    return [*modules.items(), *_wrappers(model, modules)]
 
 
 def _wrappers(

@@ -49,6 +49,9 @@ def calibrate(
         str | None, typer.Option(help="auto: spread the model over all devices.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32.")] = "auto",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the layers; CUDA, for long runs.")
+    ] = False,
     skip_layers: Annotated[
         str | None, typer.Option(help="Layers for the engine to leave unquantized: auto, or 0,27.")
     ] = None,
@@ -107,7 +110,7 @@ def calibrate(
         kv_cfg=kv_cfg, data=data, batch_size=_batch_size(batch_size), device=device, dtype=dtype,
         skip_layers=skip_layers, margin=margin,
         overwrite=overwrite, trust_remote_code=trust_remote_code, streaming=streaming,
-        device_map=device_map, resume=resume, stop_when_stable=stop_when_stable,
+        device_map=device_map, compile=compile, resume=resume, stop_when_stable=stop_when_stable,
         memory_budget=None if memory_budget is None else _bytes(memory_budget),
     )  # fmt: skip
     first = ranks().first

@@ -22,6 +22,7 @@ from kvq.outliers import advice, outlier_layers, without_layers
 from kvq.pipeline.job import Job, Notify, Progress
 from kvq.pipeline.locate import locate
 from kvq.pipeline.observe import no_early_end, observe
+from kvq.pipeline.placement import check_placement
 from kvq.pipeline.resume import check_resumable, session
 from kvq.quantizers import QUERY
 from kvq.state import Calibration, write_calibration
@@ -50,6 +51,7 @@ class CalibrateOptions:
     streaming: bool = False  # also chosen when the weights do not fit
     memory_budget: int | None = None  # bytes of hidden states to keep in memory while streaming
     device_map: str | None = None  # `auto`: accelerate spreads the model over all devices
+    compile: bool = False  # the layers, around their attention; CUDA only
     resume: bool = False  # go on with the progress of an unfinished calibration of the same
     stop_when_stable: bool = False  # end early once half of the batches so far changed nothing
 
@@ -77,7 +79,7 @@ def calibrate(
     from kvq.calibration.model import find_device
 
     ours = ranks()
-    device = find_device(ours.device(options.device))
+    device = find_device(ours.device(options.device, spread=options.device_map is not None))
     if not ours.first:
         notify, progress = _silent, None
     with named_errors(ours), connected(ours, device):
@@ -96,7 +98,8 @@ def _calibrate(
     check_target(target, overwrite=options.overwrite, inputs=[root])
     check_resumable(target, ours, resume=options.resume, overwrite=options.overwrite)
     entries = get_config(options.kv_cfg)
-    _check_options(options, entries, ours)
+    _check_options(options, entries)
+    check_placement(options, device)
     view = open_checkpoint(root)
     geometry = read_geometry(view.config, view.tensors)
     chosen = _chosen_layers(options.skip_layers, geometry)
@@ -119,19 +122,7 @@ def _calibrate(
     return calibration
 
 
-def _check_options(options: CalibrateOptions, entries: QuantConfig, ours: "Ranks") -> None:
-    if options.device_map not in (None, "auto"):
-        raise InputError(
-            f"--device-map is `{options.device_map}`, expected `auto`", code="option.device_map"
-        )
-    alone = "--streaming" if options.streaming else "torchrun" if ours.world > 1 else None
-    alone = "--device" if options.device != "auto" else alone
-    if options.device_map and alone:
-        raise InputError(
-            f"--device-map and {alone} both say where the model goes",
-            code="option.device_map",
-            hint="leave one of them out",
-        )
+def _check_options(options: CalibrateOptions, entries: QuantConfig) -> None:
     if options.stop_when_stable and options.streaming:
         raise no_early_end("--streaming")
     if options.batch_size is not None and options.batch_size < 1:

@@ -1,6 +1,5 @@
 """Run the model over the data: whole in memory, or streamed layer by layer."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from kvq.calibration.data import CalibrationData
 from kvq.checkpoint import config_digest, weight_fingerprint
 from kvq.errors import InputError, UnsupportedModelError
 from kvq.pipeline.job import Job, Notify, Progress
+from kvq.pipeline.placement import memory_of_devices, places
 from kvq.pipeline.record import layer_statistics, model_identity, versions
 from kvq.pipeline.resume import Session
 from kvq.state import Calibration, Module
@@ -77,6 +77,7 @@ def observe(job: Job, run: Session, progress: Progress | None) -> Calibration:
             "device": loaded.device.type,
             "dtype": loaded.dtype,
             "attention": described(loaded.attention, long=job.long_tokens is not None),
+            **({"compiled": True} if job.options.compile else {}),
             "threads": threads,
             "versions": versions(),
         },
@@ -104,6 +105,7 @@ def no_early_end(why: str) -> InputError:
 
 
 def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
+    from kvq.calibration.compiling import check_shapes
     from kvq.calibration.model import load_model
     from kvq.calibration.modules import attention_modules, module_list
     from kvq.calibration.run import run_batches
@@ -113,10 +115,12 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
     loaded = load_model(
         job.view.root, dict(job.view.config), device=str(job.device), dtype=options.dtype,
         trust_remote_code=options.trust_remote_code, attentions=job.attentions,
-        spread=options.device_map is not None,
+        memory=memory_of_devices(job),
     )  # fmt: skip
     if options.device_map is not None:
-        run.notify(_places(loaded.model))
+        run.notify(places(loaded.model))
+    if options.compile:
+        check_shapes(job.data.sequences, job.plan)
     modules = module_list(loaded.model, job.attentions)
     _announce(loaded, job.data, job.batch_size, run.notify)
     observer = job.observer()
@@ -134,6 +138,7 @@ def _in_memory(job: Job, run: Session, progress: Progress | None) -> Outcome:
             cross=job.geometry.is_encoder_decoder, numbers=job.numbers, start=start,
             after_batch=lambda done: saver.after_batch(lambda: {"batches": done}),
             boundaries=boundaries, may_end=partial(stable, job.ranks, observer),
+            compile_layers=options.compile,
         )  # fmt: skip
     return Outcome(observer, loaded, modules, ended_after)
 
@@ -184,6 +189,12 @@ def _streamed_if_needed(job: Job, run: Session, progress: Progress | None) -> Ou
     sizes = (
         f"the weights take {needed / GIB:.1f} GiB, and {job.device} has {there / GIB:.1f} GiB left"
     )
+    if job.options.compile:
+        raise InputError(
+            f"{sizes}: layers have to be read one by one, and those are not compiled",
+            code="option.compile",
+            hint="leave --compile out",
+        )
     if job.options.stop_when_stable:
         raise no_early_end(sizes)
     try:
@@ -272,19 +283,14 @@ def _budget(job: Job, stream: "Stream") -> int:
     return max(0, (there - 2 * stream.largest_layer_bytes) // 2)
 
 
-def _places(model: Any) -> str:
-    """Return where accelerate has put the parts of a model."""
-    counts = Counter(str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values())
-    return "Spread over " + ", ".join(f"{p} ({n} parts)" for p, n in sorted(counts.items())) + "."
-
-
 def _announce(loaded: Any, data: CalibrationData, batch_size: int, notify: Notify) -> None:
-    from kvq.calibration.run import estimate
+    from kvq.calibration.run import enough_memory, estimate
 
     if loaded.text_alone:
         notify("The whole model needs more than tokens: its text decoder is run alone.")
     lengths = [len(sequence) for sequence in data.sequences]
-    guess = estimate(loaded, tokens=sum(lengths), batch_tokens=batch_size * max(lengths))
+    with enough_memory(loaded.device, batch_size):
+        guess = estimate(loaded, tokens=sum(lengths), batch_tokens=batch_size * max(lengths))
     notify(
         f"{len(lengths)} sequences, {sum(lengths)} tokens, batches of {batch_size} on "
         f"{loaded.device}, at least {guess.memory_bytes / 2**30:.1f} GiB and {guess.seconds:.0f} s"

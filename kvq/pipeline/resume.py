@@ -130,6 +130,7 @@ def _identity(job: Job) -> dict[str, Any]:
         "plan": describe_plan(job.data.sequences, job.batch_size),
         "layers": [asdict(layer) for layer in job.geometry.layers],
         "options": {
+            "--compile": options.compile,
             "--kv-cfg": options.kv_cfg,
             "--device-map": options.device_map,
             "--dtype": options.dtype,

@@ -1,14 +1,17 @@
 """CUDA: the same maxima as a plain recorder on the same device, and the same bytes for one plan."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.gpu
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def observe(path, sequences, plan, *, queries=True):
+def observe(path, sequences, plan, *, queries=True, compile_layers=False, synchronizes=True):
     from kvq.calibration.amax import Observer
     from kvq.calibration.batches import Sequence
     from kvq.calibration.model import load_model
@@ -23,7 +26,15 @@ def observe(path, sequences, plan, *, queries=True):
     layers = live_geometry(loaded.model).layers
     attentions = attention_modules(loaded.body, [layer.attention for layer in layers])
     observer = Observer(layers, queries=queries)
-    run_batches(loaded, attentions, observer, [Sequence(s) for s in sequences], plan)
+    sequences = [Sequence(s) for s in sequences]
+    if not synchronizes:
+        run_batches(loaded, attentions, observer, sequences, plan[:1])  # libraries start up
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_batches(loaded, attentions, observer, sequences, plan, compile_layers=compile_layers)
+    finally:
+        if not synchronizes:
+            torch.cuda.set_sync_debug_mode("default")
     number = {layer.attention: layer.layer_idx for layer in layers}
     return {(number[path], q): amax.numpy() for (path, q), amax in observer.results().items()}
 
@@ -54,6 +65,87 @@ def test_the_same_plan_gives_the_same_bits_and_another_plan_nearly_so(checkpoint
         np.testing.assert_allclose(alone[key], amax, rtol=2**-6)
 
 
+@NO_CUDA
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_nothing_waits_for_the_device_from_batch_to_batch(checkpoints, family):
+    sequences = [np.arange(i, i + 48) % 128 for i in range(8)]
+    observe(checkpoints(family), sequences, [[0, 1], [2, 3], [4, 5]], synchronizes=False)
+
+
+@NO_CUDA
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "qwen3_moe"])
+def test_compiled_layers_show_the_same_maxima_but_for_rounding(checkpoints, family):
+    model = checkpoints(family, num_hidden_layers=12, hidden_size=256, intermediate_size=512)
+    sequences = [np.arange(i, i + 48) % 128 for i in range(7)]
+    plan = [[0, 1, 2], [3, 4, 5], [6]]
+    expected = observe(model, sequences, plan)
+    torch._dynamo.reset()
+    counters.clear()
+    found, again = (observe(model, sequences, plan, compile_layers=True) for _ in range(2))
+    assert counters["stats"]["unique_graphs"] >= 6  # before and after attention, rotation; 2 shapes
+    for key, amax in expected.items():
+        np.testing.assert_allclose(found[key], amax, rtol=0.03)
+        np.testing.assert_array_equal(again[key], found[key])
+
+
+@NO_CUDA
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_a_compiled_calibration_says_so(kvq, checkpoints, rows, tmp_path):
+    argv = ["--dataset", rows, "--seq-len", 64, "--num-samples", 24, "--device", "cuda"]
+    for name, options in (("eager", []), ("compiled", ["--compile"])):
+        result = kvq("calibrate", checkpoints("llama"), *argv, *options, "-o", tmp_path / name)
+        assert result.code == 0, result.err
+        run = json.loads((tmp_path / name / "config.json").read_text())["run"]
+        assert run.get("compiled", False) is (name == "compiled")
+
+
+@NO_CUDA
+def test_batches_are_of_16384_tokens_unless_told_and_recorded(kvq, checkpoints, rows, tmp_path):
+    argv = ["--dataset", rows, "--seq-len", 64, "--num-samples", 24, "--device", "cuda"]
+    result = kvq("calibrate", checkpoints("llama"), *argv, "-o", tmp_path / "c")
+    assert result.code == 0, result.err
+    plan = json.loads((tmp_path / "c" / "config.json").read_text())["run"]["batch_plan"]
+    assert (plan["batch_size"], plan["batches"]) == (16384 // 40, 3)
+
+
+@NO_CUDA
+@pytest.mark.parametrize("options", [[], ["--streaming"]], ids=str)
+def test_too_little_memory_is_an_error_that_says_what_to_lower(kvq, checkpoints, tmp_path, options):
+    generator = np.random.default_rng(0)
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"input_ids": generator.integers(3, 100, 2000).tolist()})] * 64
+    rows.write_text("\n".join(lines))
+    model = checkpoints("llama", intermediate_size=16384, max_position_embeddings=2048)
+    argv = ["--dataset", rows, "--seq-len", 2000, "--device", "cuda", "--batch-size", 64]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((2 << 30) / total)
+    try:
+        result = kvq("calibrate", model, *argv, *options, "-o", tmp_path / "c", "--json")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    error = result.json["error"]
+    assert (result.code, error["code"]) == (2, "calibrate.memory")
+    assert "with 64 sequences in a batch" in error["message"]
+
+
+@NO_CUDA
+def test_weights_that_do_not_fit_after_all_are_an_error(kvq, checkpoints, rows, tmp_path):
+    model = checkpoints("llama", hidden_size=1024, intermediate_size=16384)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((64 << 20) / total)
+    argv = ["--dataset", rows, "--seq-len", 64, "--device", "cuda", "-o", tmp_path / "c", "--json"]
+    try:
+        result = kvq("calibrate", model, *argv)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert (result.code, result.json["error"]["code"]) == (2, "calibrate.memory")
+    assert "--streaming" in result.json["error"]["hint"]
+
+
 ZOO = ["deepseek_v3", "deepseek_v32", "falcon", "gemma3n_text", "gemma4_text", "gpt_oss", "jamba"]
 
 
@@ -77,6 +169,7 @@ def test_every_kind_of_cache_is_observed_on_the_device(name):
 
 
 @NO_CUDA
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_observing_never_waits_for_the_device_and_counts_what_the_cpu_counts(dtype):
     from kvq.calibration.amax import Observer

@@ -1,11 +1,14 @@
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from kvq.calibration.model import find_device
+from kvq.errors import InputError
 from tests.models import FAMILIES
 from tests.recorder import record
 
@@ -425,11 +428,25 @@ def test_a_device_map_that_says_nothing_or_two_things_is_refused(
     assert (result.code, result.json["error"]["code"]) == (2, "option.device_map")
 
 
+def test_a_device_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(InputError, match="there is no `cuda:2`: this machine has 2 CUDA devices"):
+        find_device("cuda:2")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
-def test_a_model_spread_over_two_devices_gives_the_statistics_of_one(calibrated):
-    _, calibration = calibrated("llama", "--device", "cuda", "--batch-size", 4)
-    expected = statistics(calibration)
-    _, calibration = calibrated("llama", "--device-map", "auto", "--batch-size", 4)
-    found = statistics(calibration)
+def test_a_model_spread_over_two_devices_gives_the_statistics_of_one(
+    kvq, checkpoints, rows, tmp_path
+):
+    model = checkpoints("llama", num_hidden_layers=8, hidden_size=256)
+    argv = ["calibrate", model, "--dataset", rows, "--seq-len", 64, "--batch-size", 4]
+    assert kvq(*argv, "--device", "cuda", "-o", tmp_path / "one").code == 0
+    result = kvq(*argv, "--device-map", "auto", "-o", tmp_path / "two")
+    assert result.code == 0, result.err
+    assert re.search(r"Spread over cuda:0 \(\d+ parts\), cuda:1 \(\d+ parts\)\.", result.err)
+    found, expected = statistics(tmp_path / "two"), statistics(tmp_path / "one")
+    assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in expected)

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*argv, program=("-m", "kvq"), processes=2):
+def torchrun(*argv, program=("-m", "kvq"), processes=2, **environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                processes, *program, *argv]  # fmt: skip
     return subprocess.run(
         [str(part) for part in command], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, timeout=300,
     )  # fmt: skip
 
 
@@ -46,6 +46,50 @@ def test_two_processes_give_the_bytes_of_one_and_the_first_alone_speaks(kvq, arg
     assert result.stdout.count("LlamaForCausalLM(") == 1
     assert result.stderr.count("Streaming, one decoder layer") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
+@pytest.mark.parametrize("options", [[], ["--streaming"], ["--device-map", "auto"]], ids=str)
+def test_two_processes_on_a_device_each_give_the_bytes_of_one(kvq, argv, tmp_path, options):
+    argv = [*argv, "--batch-size", 4]
+    assert kvq(*argv, "--device", "cuda", "-o", tmp_path / "one").code == 0
+    result = torchrun(*argv, *options, "-o", tmp_path / "two")
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_two_processes_that_spread_the_model_give_the_bytes_of_one(kvq, argv, tmp_path):
+    assert kvq(*argv, "--device", "cpu", "-o", tmp_path / "one").code == 0
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    result = torchrun(*argv, "--device-map", "auto", "-o", tmp_path / "two", **environment)
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_world", "expected"),
+    [(8, 2, [range(4), range(4, 8)]), (3, 2, [range(1), range(1, 3)]), (2, 1, [range(2)]),
+     (0, 2, [range(0), range(0)])],
+)  # fmt: skip
+def test_processes_that_spread_a_model_share_the_devices(
+    monkeypatch, devices, local_world, expected
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    # of two machines, the second one
+    ours = [Ranks(local_world + i, 2 * local_world, i, local_world) for i in range(local_world)]
+    assert [one.cuda_devices() for one in ours] == expected
+    if devices:
+        assert [one.device("auto", spread=True) for one in ours] == [
+            f"cuda:{own[0]}" for own in expected
+        ]
+
+
+def test_more_processes_than_devices_cannot_share_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="3 processes share 2 CUDA devices"):
+        Ranks(0, 3, 0, 3).cuda_devices()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from tests.forks import Forks
 
@@ -22,6 +23,8 @@ MODES = {
 
 
 KILLS = 4  # of each mode
+ON_CUDA = ["--device", "cuda", "--batch-size", "8"]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def contents(folder):
@@ -64,17 +67,18 @@ def forks(tmp_path_factory, one_core):
     made.close()
 
 
+@pytest.mark.parametrize("device", [[], pytest.param(ON_CUDA, marks=GPU, id="cuda")])
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_at_random_moments_and_resumed_the_bytes_are_the_same(
-    forks, command, tmp_path, mode
+    forks, command, tmp_path, mode, device
 ):
-    forks.start(*command("whole"))
+    forks.start(*command("whole", *device))
     code, output = forks.wait()
     assert code == 0, output
     moments, kills, resumed = random.Random(mode), 0, 0
     while kills < KILLS or not (tmp_path / "killed").exists():
         shutil.rmtree(tmp_path / "killed", ignore_errors=True)
-        pid = forks.start(*command("killed", "--resume", *MODES[mode]))
+        pid = forks.start(*command("killed", "--resume", *MODES[mode], *device))
         if kills < KILLS:  # at a random moment after a random line of progress
             lines, end = moments.randrange(8), time.monotonic() + 60
             while forks.seen("calibrating ") < lines and time.monotonic() < end:
