@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvq.calibration.distributed import Ranks
     from kvq.pipeline.calibrate import CalibrateOptions
 
-AUTO_BATCH_TOKENS = {"cuda": 16384}  # elsewhere sequences run one by one
+# 2 GiB beside the weights of an 8B model; elsewhere sequences run one by one
+AUTO_BATCH_TOKENS = {"cuda": 16384}
 Notify = Callable[[str], None]
 Progress = Callable[[int, int, float], None]
 
