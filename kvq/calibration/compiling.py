@@ -76,6 +76,8 @@ def compiled(model: nn.Module, modules: Mapping[str, nn.Module], run: Run) -> It
         broken = [why for why in counters["graph_break"] - before if _REASON not in why]
         if broken:  # what follows a break may have run uncompiled
             raise _not_compiled(model, broken[0].splitlines()[0])
+        if not counters["stats"]["unique_graphs"]:
+            raise _not_compiled(model, "torch has compiled nothing; variables may tell it so")
 
     with ExitStack() as stack:
         for module in hooked_modules(model, modules):
@@ -86,9 +88,10 @@ def compiled(model: nn.Module, modules: Mapping[str, nn.Module], run: Run) -> It
             module.compile(dynamic=False, options=_OPTIONS)
         for module in modules.values():
             stack.enter_context(_compiled_rotation(module))
-        stack.enter_context(
-            config.patch(fail_on_recompile_limit_hit=True, recompile_limit=4 * MAX_SHAPES)
-        )
+        limit = 4 * MAX_SHAPES  # of graphs for one function; beyond it, torch would not compile
+        stack.enter_context(config.patch(
+            fail_on_recompile_limit_hit=True, recompile_limit=limit, suppress_errors=False
+        ))  # fmt: skip
         yield run_compiled
 
 

@@ -76,6 +76,13 @@ def test_a_layer_that_cannot_be_compiled_whole_is_an_error(without_backend, monk
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
+def test_where_torch_compiles_nothing_it_is_an_error(without_backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: None)
+    with pytest.raises(UnsupportedModelError, match="torch has compiled nothing"):
+        maxima(models.build("llama"), compile_layers=True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
