@@ -88,7 +88,7 @@ def compiled(model: nn.Module, modules: Mapping[str, nn.Module], run: Run) -> It
             module.compile(dynamic=False, options=_OPTIONS)
         for module in modules.values():
             stack.enter_context(_compiled_rotation(module))
-        limit = 4 * MAX_SHAPES  # of graphs for one function; beyond it, torch would not compile
+        limit = 8 * MAX_SHAPES  # of graphs for one function; beyond it, torch would not compile
         stack.enter_context(config.patch(
             fail_on_recompile_limit_hit=True, recompile_limit=limit, suppress_errors=False
         ))  # fmt: skip
