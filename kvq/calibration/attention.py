@@ -1,6 +1,5 @@
 """Exchange the attention function of a model, by its name in the configs, and leave no trace."""
 
-import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,32 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 Function = Callable[..., Any]
-_names = (f"kvq_exchanged_{i}" for i in itertools.count())
+
+
+class _Name(str):
+    """The name of an implementation that stands for another function than the name does.
+
+    It equals the plain name, since models compare theirs: DeepSeek-V3.2 applies its indexer's mask
+    only if the name is `eager` or `sdpa`, and Falcon adds another kind of mask unless it is `sdpa`.
+    As a key, and to other ones, it is itself alone.
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (not isinstance(other, _Name) and str.__eq__(self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __deepcopy__(self, _: object) -> "_Name":
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)  # elsewhere, it is the plain name
 
 
 @contextmanager
@@ -33,18 +57,19 @@ def exchanged_attention(
     attention_functions: dict = AttentionInterface._global_mapping
     mask_functions: dict = AttentionMaskInterface._global_mapping
     configs = [(config, i) for config, i in _configs(model) if only is None or i in only]
-    name_of = {implementation: next(_names) for _, implementation in configs}
+    name_of = {implementation: _Name(implementation) for _, implementation in configs}
     for implementation, name in name_of.items():
         attention_functions[name] = attention(_original(implementation))
         if implementation in mask_functions:
             mask_functions[name] = mask(mask_functions[implementation])
     try:
         for config, implementation in configs:
-            config._attn_implementation = name_of[implementation]
+            # its property's setter would change the configs inside of this one too
+            config._attn_implementation_internal = name_of[implementation]
         yield
     finally:
         for config, implementation in configs:
-            config._attn_implementation = implementation
+            config._attn_implementation_internal = implementation
         for name in name_of.values():
             del attention_functions[name]
             mask_functions.pop(name, None)

@@ -36,17 +36,23 @@ def is_long(batch: int, length: int) -> bool:
     return batch * length * length > LONG
 
 
+def has_long(inputs: Mapping[str, Any]) -> bool:
+    """Whether any of a model's inputs is a batch of such sequences."""
+    shapes = [value.shape for value in inputs.values() if isinstance(value, Tensor)]
+    return any(len(shape) > 1 and is_long(shape[0], shape[1]) for shape in shapes)
+
+
 def described(implementation: str, *, long: bool) -> str:
     """Return how a run attends, for its record."""
-    divided = long and implementation in IMPLEMENTATIONS
-    return f"{implementation}, long sequences in blocks of queries" if divided else implementation
+    if not long or implementation not in IMPLEMENTATIONS:
+        return implementation
+    return f"{implementation}, in blocks of queries where a long mask can be divided"
 
 
 @contextmanager
 def in_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Have the model attend in blocks of queries inside the block, if its inputs are long."""
-    shapes = [value.shape for value in inputs.values() if isinstance(value, Tensor)]
-    if not any(len(shape) > 1 and is_long(shape[0], shape[1]) for shape in shapes):
+    if not has_long(inputs):
         yield
         return
     with exchanged_attention(model, _blocked, _unmade, only=IMPLEMENTATIONS):
@@ -68,7 +74,10 @@ class Unmade(Tensor):
     def of(function: Function, arguments: dict[str, Any]) -> "Unmade":
         """Return the mask that a call would make."""
         size = [arguments[name] for name in ("batch_size", "q_length", "kv_length")]
-        mask = torch.empty((size[0], 1, *size[1:]), dtype=torch.bool, device="meta")
+        one = torch.empty(0).as_subclass(Unmade)
+        one.function, one.arguments = function, arguments
+        dtype = one.part((0, 1), (0, 1)).dtype  # eager attention adds floats
+        mask = torch.empty((size[0], 1, *size[1:]), dtype=dtype, device="meta")
         mask = mask.as_subclass(Unmade)
         mask.function, mask.arguments = function, arguments
         return mask
@@ -112,11 +121,15 @@ class Unmade(Tensor):
                 return torch.UntypedStorage(0)
             if getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel"):
                 return func(*args, **kwargs or {})
-        return func(*map(_whole, args), **{k: _whole(v) for k, v in (kwargs or {}).items()})
+        return func(*_whole(tuple(args)), **_whole(dict(kwargs or {})))
 
 
 def _whole(value: Any) -> Any:
     """Return a mask as a whole, for a model that does more with it than to attend."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_whole, value))
+    if type(value) is dict:
+        return {key: _whole(inner) for key, inner in value.items()}
     if not isinstance(value, Unmade):
         return value
     batch, _, queries, keys = value.shape

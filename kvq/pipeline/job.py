@@ -68,12 +68,13 @@ class Job:
 
     @property
     def long_tokens(self) -> int | None:
-        """The length of the longest sequence, if a mask over its batch is not to be made."""
+        """The length of the longest sequences over whose batch no mask is to be made, if any."""
         from kvq.calibration.blocks import is_long
 
-        first = self.whole_plan[0]
-        length = max(self.data.sequences[first[0]].lengths)
-        return length if is_long(1 if self.device.type == "cpu" else len(first), length) else None
+        alone = self.device.type == "cpu"
+        found = ((len(b), max(self.data.sequences[b[0]].lengths)) for b in self.whole_plan)
+        long = (length for count, length in found if is_long(1 if alone else count, length))
+        return max(long, default=None)
 
     @property
     def plan(self) -> Sequence[tuple[int, ...]]:

@@ -200,14 +200,14 @@ class _Tally:
         self.digests: list[str] = []
 
     def count(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        from kvq.calibration.blocks import is_long
+        from kvq.calibration.blocks import has_long
 
         for number, batch in enumerate(batches):
             given = _checked(batch, number)
             main = next(given[key] for key in _MAIN if given.get(key) is not None)
             self.sequences += int(main.shape[0])
             self.tokens += int(main.shape[0] * main.shape[1])
-            self.long |= is_long(*main.shape[:2])
+            self.long |= has_long(given)
             digest = hashlib.sha256()
             for key in sorted(key for key in given if hasattr(given[key], "detach")):
                 value = given[key].detach().cpu().contiguous()

@@ -2,12 +2,16 @@
 
 import json
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    AttentionMaskInterface,
     causal_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
@@ -15,8 +19,10 @@ from transformers.masking_utils import (
 
 import kvq as api
 from kvq.calibration import blocks
+from kvq.calibration.batches import Sequence, plan_batches
 from kvq.calibration.blocks import Unmade, in_blocks
 from kvq.errors import CalibrationError
+from kvq.pipeline.job import Job
 from tests import zoo
 from tests.models import build
 
@@ -30,8 +36,20 @@ MODELS = {  # a model of each way to attend
     "gpt_oss": lambda: zoo.tiny_model("causal", "gpt_oss"),  # sinks
     "llama4": lambda: zoo.tiny_model("causal", "llama4_text"),  # chunks
     "deepseek_v3": lambda: zoo.tiny_model("causal", "deepseek_v3"),  # other sizes of K and V
+    # these look at the name of their attention implementation
+    **{
+        name: lambda name=name: zoo.tiny_model("causal", name)
+        for name in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "falcon", "minimax_m3_vl_text")
+    },
+    "doge eager": lambda: eager(zoo.tiny_model("causal", "doge")),  # looks at the mask's dtype
 }
-QUICK = ("mistral", "gemma2", "llama eager", "deepseek_v3")
+QUICK = ("mistral", "gemma2", "llama eager", "deepseek_v3", "deepseek_v32", "falcon", "doge eager")
+NO_MASK = ("llama", "minimax_m3_vl_text")
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+    return model
 
 
 def ids(length, rows=1):
@@ -63,11 +81,58 @@ def test_maxima_are_those_of_attention_in_one_piece(monkeypatch, request, name):
     expected = api.calibrate(model, batches)
     found = request.getfixturevalue("short")
     calibration = api.calibrate(model, batches)
-    assert bool(found) is (name != "llama")  # which needs no mask
+    assert bool(found) is (name not in NO_MASK)
     np.testing.assert_allclose(amax(calibration), amax(expected), rtol=1e-5)
     assert [x.tokens for x in calibration.layers] == [162] * len(calibration.layers)
     assert "blocks of queries" in calibration.run["attention"]
     assert "blocks of queries" not in expected.run["attention"]
+
+
+def test_queries_are_observed_in_blocks_too(monkeypatch, request):
+    model = MODELS["mistral"]().float()
+    expected = api.calibrate(model, [ids(60)], kv_cfg="FP8_ATTN_CFG")
+    found = request.getfixturevalue("short")
+    calibration = api.calibrate(model, [ids(60)], kv_cfg="FP8_ATTN_CFG")
+    assert found
+    assert all("q_bmm_quantizer" in layer.amax for layer in calibration.layers)
+    np.testing.assert_allclose(amax(calibration), amax(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_cfg", ["FP8_KV_CFG", "FP8_ATTN_CFG"])
+def test_an_attention_function_of_the_users_own_stays_in_place(short, kv_cfg):
+    called = []
+
+    def mine(module, *args, **kwargs):
+        called.append(type(module).__name__)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register("mine", mine)
+    AttentionMaskInterface.register("mine", sdpa_mask)
+    model = zoo.tiny_model("image-text", "gemma3").float()
+    model.set_attn_implementation({"text_config": "mine"})
+    config = model.config
+    calibration = api.calibrate(model, [ids(60)], kv_cfg=kv_cfg)
+    assert called
+    assert calibration.run["attention"] == "mine"
+    names = [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
+    assert [(type(name), name) for name in names] == [(str, "sdpa"), (str, "mine"), (str, "sdpa")]
+
+
+def test_a_mask_inside_a_list_is_made_whole(short):
+    given = {"batch_size": 1, "q_length": 60, "kv_length": 60, "device": "cpu",
+             "mask_function": causal_mask_function}  # fmt: skip
+    joined = torch.cat([Unmade.of(sdpa_mask, given), torch.ones(1, 1, 60, 4, dtype=bool)], dim=-1)
+    assert torch.equal(joined[..., :60], sdpa_mask(**given, allow_is_causal_skip=False))
+
+
+def test_a_long_batch_behind_a_longer_sequence_is_recorded():
+    """On CUDA, where batches are run whole, the longest sequence need not be in a long batch."""
+    sequences = [Sequence(np.arange(n)) for n in (4000, *[3900] * 8)]
+    job = SimpleNamespace(device=torch.device("cuda"), data=SimpleNamespace(sequences=sequences),
+                          whole_plan=plan_batches(sequences, 8))  # fmt: skip
+    assert Job.long_tokens.fget(job) == 3900
+    job.device = torch.device("cpu")
+    assert Job.long_tokens.fget(job) is None
 
 
 def test_blocks_cover_every_query_once_and_the_keys_of_its_window(short):
@@ -114,7 +179,7 @@ def test_the_model_is_left_as_it_was(short):
     model = build("mistral", **WINDOWED)
     before = model.config._attn_implementation
     with in_blocks(model.model, {"input_ids": ids(60)}):
-        assert model.config._attn_implementation != before
+        assert model.config._attn_implementation is not before
     assert model.config._attn_implementation == before == "sdpa"
     with in_blocks(model.model, {"input_ids": ids(20)}):
         assert model.config._attn_implementation == before
@@ -138,7 +203,7 @@ def test_streamed_and_whole_give_the_same_bytes_and_say_so(
                for n in ("whole", "streamed")]  # fmt: skip
     assert folders[0] == folders[1]
     recorded = json.loads(folders[0]["config.json"])["run"]["attention"]
-    assert recorded.endswith(", long sequences in blocks of queries")
+    assert recorded.endswith(", in blocks of queries where a long mask can be divided")
 
 
 class Largest(TorchDispatchMode):
