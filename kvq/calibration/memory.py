@@ -1,6 +1,9 @@
 """How much memory there is, and how much a model's weights take of it."""
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,29 +25,57 @@ def available_bytes(device: torch.device) -> int:
 def weight_bytes(view: CheckpointView, dtype: str) -> int:
     """Return the size of a checkpoint's tensors, floats as `dtype`, or as stored with `auto`.
 
-    What compressed-tensors packs is unpacked before it runs, to 16 bits a weight.
+    What compressed-tensors packs is unpacked before it runs, to the dtype that the model runs in.
     """
-    bits, unpacked = 0, _unpacking(view)
+    bits = 0
+    unpacks = (view.quantization_config or {}).get("quant_method") == "compressed-tensors"
+    groups = [group for group in view.config_groups.values() if _num_bits(group)]
+    width = _WIDTHS.get(_wanted(view, dtype), 16)
     for info in view.tensors.values():
         stored = BITS[info.dtype]
-        if unpacked and info.name.endswith(_PACKED) and info.dtype in _PACKED_DTYPES:
-            bits += int(info.numel * stored * unpacked)
+        module, _, leaf = info.name.rpartition(".")
+        if unpacks and leaf in _PACKED and info.dtype in _PACKED_DTYPES:
+            bits += info.numel * stored // _packed_bits(groups, module) * width
             continue
         is_float = info.dtype in ("F32", "F16", "BF16", "F64")
         bits += info.numel * (_WIDTHS.get(dtype, stored) if is_float else stored)
     return bits // 8
 
 
-_PACKED = (".weight_packed", ".weight")
+_PACKED = ("weight_packed", "weight")
 _PACKED_DTYPES = ("I32", "U8", "I8", "F8_E4M3")
 
 
-def _unpacking(view: CheckpointView) -> float | None:
-    """Return how much larger unpacked weights are, if transformers unpacks them."""
-    if (view.quantization_config or {}).get("quant_method") != "compressed-tensors":
-        return None
-    weights = [group.get("weights") or {} for group in view.config_groups.values()]
-    return 16 / min((count for w in weights if (count := w.get("num_bits"))), default=16)
+def _wanted(view: CheckpointView, dtype: str) -> str:
+    """Return the dtype that a model is loaded in; of `auto`, the one that its config says."""
+    text = view.config.get("text_config")
+    configs = [view.config, text if isinstance(text, dict) else {}]
+    said = [config.get(key) for config in configs for key in ("dtype", "torch_dtype")]
+    return dtype if dtype != "auto" else next((str(one) for one in said if one), dtype)
+
+
+def _packed_bits(groups: Sequence[Mapping[str, Any]], module: str) -> int:
+    """Return the bits of a weight of a module: of the group that names it, else the fewest."""
+    named = [group for group in groups if _names(group, module)]
+    return min((_num_bits(group) for group in named or groups), default=16)
+
+
+def _num_bits(group: Mapping[str, Any]) -> int:
+    weights = group.get("weights")
+    found = weights.get("num_bits") if isinstance(weights, dict) else None
+    return found if isinstance(found, int) and found > 0 else 0
+
+
+def _names(group: Mapping[str, Any], module: str) -> bool:
+    """Whether a target of a group is a module's name, or an expression (`re:`) that matches it."""
+    targets = group.get("targets")
+    for target in targets if isinstance(targets, list) else []:
+        try:
+            if target == module or (str(target).startswith("re:") and re.match(target[3:], module)):
+                return True
+        except re.error:
+            continue
+    return False
 
 
 def _available_of_machine() -> int | None:

@@ -3,6 +3,7 @@ import torch
 
 from kvq.calibration import memory
 from kvq.checkpoint import open_checkpoint
+from tests import bases
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,24 @@ def test_weights_are_counted_in_the_dtype_they_are_loaded_in(checkpoints, dtype,
     view = open_checkpoint(checkpoints("llama"))
     stored = sum(info.end - info.start for info in view.tensors.values())
     assert memory.weight_bytes(view, dtype) == factor * stored
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("auto", 2), ("float32", 4), ("bfloat16", 2)])
+def test_packed_weights_are_counted_as_they_are_unpacked(checkpoints, tmp_path, dtype, width):
+    dense = open_checkpoint(checkpoints("llama", **bases.SIZES))
+    base = bases.write(bases.COMPRESSED["ct-w4a16"], dense.root, tmp_path / "base")
+    view = open_checkpoint(base)
+    unpacked = width * sum(info.numel for info in dense.tensors.values())
+    assert unpacked <= memory.weight_bytes(view, dtype) < 1.05 * unpacked  # and their scales
+
+
+def test_each_group_has_bits_of_its_own():
+    def group(bits, *targets):
+        return {"weights": {"num_bits": bits}, "targets": list(targets)}
+
+    groups = [group(8, "re:.*self_attn.*"), group(4, "Linear"), group(2, "lm_head"),
+              group(1, "re:(", 7)]  # fmt: skip
+    assert memory._packed_bits(groups[:2], "layers.0.self_attn.q_proj") == 8
+    assert memory._packed_bits(groups[:2], "layers.0.mlp.up_proj") == 4
+    assert memory._packed_bits(groups, "lm_head") == 2
+    assert memory._packed_bits([], "lm_head") == 16
