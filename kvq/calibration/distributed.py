@@ -121,13 +121,17 @@ def connected(ours: Ranks, device: torch.device) -> Iterator[None]:
     except KvqError as error:
         error.repeated = _is_repeated(ours, store, error)
         raise
-    except RuntimeError as error:  # of a collective whose other side has gone
+    except RuntimeError as error:  # perhaps of a collective whose other side has gone
         failed = [rank for rank in range(ours.world) if store.check([_ERROR.format(rank)])]
         if not failed:
+            store.set(_ERROR.format(ours.rank), repr(error))
             raise
         other = CalibrationError(f"process {failed[0]} has failed", code="ranks.failed")
         other.repeated = True  # that one says why
         raise other from error
+    except Exception as error:
+        store.set(_ERROR.format(ours.rank), repr(error))
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -161,6 +161,23 @@ def test_a_process_that_fails_stops_all_with_its_message(argv, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_failure_of_one_process_that_is_no_error_of_kvq_is_said_once(argv, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from kvq.cli import run\n"
+        "import kvq.calibration.run as running\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def batch_inputs(*_): raise OSError('the disk is gone')\n"
+        "    running.batch_inputs = batch_inputs\n"
+        "sys.exit(run(sys.argv[1:]))\n"
+    )
+    result = torchrun(*argv, "-o", tmp_path / "c", program=[program])
+    assert result.returncode != 0
+    assert result.stderr.count("error: internal error: ") == 1
+    assert "error: internal error: OSError: the disk is gone" in result.stderr
+
+
 def test_an_error_of_all_processes_is_said_once(argv, tmp_path):
     result = torchrun(*argv, "-o", tmp_path / "c", "--margin", 99, "--json")
     assert result.returncode != 0
