@@ -6,8 +6,9 @@ Usage: python scripts/bench_streaming.py [--layers 16] [--hidden 1024] [--expert
        python scripts/bench_streaming.py --shape llama-8b --device cuda --gpu-memory 4
        python scripts/bench_streaming.py --growth     # memory at 64, 512 and 4096 sequences
 
-A checkpoint of random bfloat16 weights is made in a temporary folder (`--folder`: there). Each run
-is a process of its own, the sides alternating, the checkpoint dropped from the page cache before:
+A checkpoint of random bfloat16 weights is made in a temporary folder (`--folder`: there, unless it
+holds one of these sizes). Each run is a process of its own, the sides alternating, the checkpoint
+dropped from the page cache before:
 
   read      the layers' bytes, in order, with nothing else to do
   compute   the whole model in memory: its forward passes alone, after a first one
@@ -38,12 +39,8 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def make(folder: Path, args: argparse.Namespace) -> None:
-    """Write a checkpoint, one layer in memory at a time."""
-    import torch
+def model_config(args: argparse.Namespace):
     import transformers
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
 
     sizes = LLAMA_8B if args.shape == "llama-8b" else {
         "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden,
@@ -54,7 +51,17 @@ def make(folder: Path, args: argparse.Namespace) -> None:
     if args.experts:
         sizes = {**sizes, "num_local_experts": args.experts, "intermediate_size": args.hidden}
     name = "MixtralConfig" if args.experts else "LlamaConfig"
-    config = getattr(transformers, name)(**sizes, dtype="bfloat16")
+    return getattr(transformers, name)(**sizes, dtype="bfloat16")
+
+
+def make(folder: Path, args: argparse.Namespace) -> None:
+    """Write a checkpoint, one layer in memory at a time."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = model_config(args)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
@@ -79,6 +86,22 @@ def make(folder: Path, args: argparse.Namespace) -> None:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index})
     )
+
+
+def check(folder: Path, args: argparse.Namespace) -> None:
+    """Exit unless a folder holds the checkpoint that `make` writes, and all of it."""
+    if not (folder / "model.safetensors.index.json").exists():
+        sys.exit(f"{folder} has a config.json, but no index: remove it")
+    from transformers import AutoConfig
+
+    found, wanted = AutoConfig.from_pretrained(folder).to_dict(), model_config(args).to_dict()
+    saved = {"architectures", "transformers_version", "_name_or_path"}  # what saving adds
+    for key, value in wanted.items():
+        if key not in saved and found.get(key) != value:
+            sys.exit(
+                f"{folder} holds another model: {key} is {found.get(key)}, not {value}; give "
+                "another --folder, or its sizes"
+            )
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -282,7 +305,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = args.folder or Path(folder) / "model"
         args.folder = None
-        if not (checkpoint / "config.json").exists():
+        if (checkpoint / "config.json").exists():
+            check(checkpoint, args)
+        else:
             make(checkpoint, args)
         (growth if args.growth else compare)(checkpoint, args)
 
