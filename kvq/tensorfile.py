@@ -162,8 +162,16 @@ def read_bytes(info: TensorInfo, offset: int = 0, length: int | None = None) -> 
             f"cannot read `{info.path}`: {error.strerror}", code="file.unreadable"
         ) from error
     if len(data) != max(0, length):
-        raise CheckpointError(f"`{info.path.name}` ended early", code="tensorfile.truncated")
+        raise ended_early(info.path.name)
     return data
+
+
+def ended_early(name: str) -> CheckpointError:
+    """Return the error of a file that is shorter than its header said."""
+    return CheckpointError(
+        f"`{name}` ended early", code="tensorfile.truncated",
+        hint="copy or download the file again",
+    )  # fmt: skip
 
 
 def read_tensor(info: TensorInfo) -> np.ndarray:
@@ -245,6 +253,6 @@ def _copy(reader: BinaryIO, writer: BinaryIO, length: int) -> None:
     while length:
         chunk = reader.read(min(length, 16 << 20))
         if not chunk:
-            raise CheckpointError(f"`{reader.name}` ended early", code="tensorfile.truncated")
+            raise ended_early(str(reader.name))
         writer.write(chunk)
         length -= len(chunk)

@@ -6,7 +6,7 @@ stored tensors are read right into their place, and what is stacked or concatena
 never held twice.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +28,25 @@ class Call:
     kwargs: dict[str, Any]
 
 
+@dataclass(eq=False)
+class Storage:
+    """What a tensor and its views have in common."""
+
+    written: bool = False
+
+
 class Deferred(Tensor):
     """A tensor that lies on the meta device until it is made.
 
     Attributes:
-        source: the stored tensor that it is, the call that makes it, or None if it was written to.
+        made_of: the stored tensor that it is, or the call that makes it.
         index: which of the tensors that the call makes; None if it makes one.
+        memory: its storage, which it shares with its views.
     """
 
-    source: TensorInfo | Call | None
+    made_of: TensorInfo | Call
     index: int | None
+    memory: Storage
 
     @staticmethod
     def of(info: TensorInfo) -> "Deferred":
@@ -45,45 +54,69 @@ class Deferred(Tensor):
         return _deferred(torch.empty(info.shape, dtype=_TYPES[info.dtype], device="meta"), info)
 
     @property
+    def source(self) -> TensorInfo | Call | None:
+        """What it is made of; None if it, or a tensor that shares its memory, was written to."""
+        return None if self.memory.written else self.made_of
+
+    @property
     def stored(self) -> TensorInfo | None:
-        """The stored tensor that it is, perhaps cast; None if more than that is done."""
-        if isinstance(self.source, Call) and self.source.func is Tensor.to:
-            return self.source.args[0].stored
-        return self.source if isinstance(self.source, TensorInfo) else None
+        """The stored tensor that it is, perhaps cast once; None if more than that is done."""
+        source = self.source
+        if isinstance(source, Call) and source.func is Tensor.to:
+            inner = source.args[0]  # a second cast rounds what the first one has rounded
+            source = inner.source if isinstance(inner, Deferred) else None
+        return source if isinstance(source, TensorInfo) else None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.detach or (func is Tensor.__getitem__ and args[1] is ...):
             return args[0]
-        if func is Tensor.to:  # wherever it is sent, it stays; only its dtype changes
-            dtypes = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)]
-            args, kwargs = args[:1], {"dtype": dtypes[0] if dtypes else args[0].dtype}
+        if func is Tensor.to and isinstance(args[0], Deferred):
+            args, kwargs = args[:1], {"dtype": _dtype_of_cast(*args, *kwargs.values())}
+        given = list(_deferred_in((args, kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
+            versions = [one._version for one in given]
             found = func(*args, **kwargs)
-        if _writes(func):
-            args[0].source = None
-        if any(found is one for one in args):
+            for one, version in zip(given, versions, strict=True):
+                # torch counts no version where `data` is set, after which two tensors are one
+                one.memory.written |= one._version != version or func == Tensor.data.__set__
+        if any(found is one for one in (*args, *given)):
             return found
         call = Call(func, args, kwargs)
         if isinstance(found, Tensor):
-            return _deferred(found, call)
+            return _deferred(found, call, given)
         if type(found) in (tuple, list) and any(isinstance(one, Tensor) for one in found):
-            return type(found)(_deferred(one, call, i) for i, one in enumerate(found))
+            return type(found)(_deferred(one, call, given, i) for i, one in enumerate(found))
         return found
 
 
-def _deferred(like: Tensor, source: TensorInfo | Call, index: int | None = None) -> Deferred:
+def _deferred(
+    like: Tensor, made_of: TensorInfo | Call, given: Iterable[Deferred] = (),
+    index: int | None = None,
+) -> Deferred:  # fmt: skip
+    """Return a tensor as a deferred one, which may be a view of those that are given."""
     made = like.as_subclass(Deferred)
-    made.source, made.index = source, index
+    made.made_of, made.index = made_of, index
+    with torch._C.DisableTorchFunctionSubclass():
+        place = made.untyped_storage()._cdata
+        bases = [one.memory for one in given if one.untyped_storage()._cdata == place]
+    made.memory = bases[0] if bases else Storage()
     return made
 
 
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("requires_grad_", "__set__"):  # of attributes such as `requires_grad`
-        return False
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+def _deferred_in(value: Any) -> Iterator[Deferred]:
+    if isinstance(value, Deferred):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _deferred_in(part)
+
+
+def _dtype_of_cast(tensor: Tensor, *given: Any) -> torch.dtype:
+    """Return the dtype of `tensor.to(*given)`: wherever it is sent, it stays."""
+    found = [one.dtype if isinstance(one, Tensor) else one for one in given]
+    return next((one for one in found if isinstance(one, torch.dtype)), tensor.dtype)
 
 
 class Making:
@@ -149,7 +182,10 @@ class Making:
             args, kwargs = self._values(call.args), self._values(call.kwargs)
             self._called[id(call)] = call.func(*args, **kwargs)
         found = self._called[id(call)]
-        return found if weight.index is None else found[weight.index]
+        made = found if weight.index is None else found[weight.index]
+        if made.device.type == "meta":
+            raise NotStreamable("transformers makes its weights of tensors that have no values yet")
+        return made
 
     def _values(self, value: Any) -> Any:
         if isinstance(value, Deferred):

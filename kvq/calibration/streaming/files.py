@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from kvq.errors import CheckpointError
+from kvq.tensorfile import ended_early
 
 PAGE = mmap.PAGESIZE  # what direct reads are aligned to, in the file and in memory
 _CHUNK = 64 << 20
@@ -34,7 +35,7 @@ class File:
         self._direct = self._opened_directly()
         if self._direct is not None:
             self._stage = memoryview(mmap.mmap(-1, _STAGE))
-            self._mapped = np.frombuffer(mmap.mmap(self._file, 0, prot=mmap.PROT_READ), np.uint8)
+        self._mapped = self._mapping()
 
     def __enter__(self) -> "File":
         return self
@@ -65,9 +66,7 @@ class File:
                 else:
                     count = self._past_the_cache(self._direct, part, place, address + position)
                 if not count:
-                    raise CheckpointError(
-                        f"`{self.path.name}` ended early", code="tensorfile.truncated"
-                    )
+                    raise ended_early(self.path.name)
                 position += count
 
     def _past_the_cache(self, file: int, data: memoryview, start: int, address: int) -> int:
@@ -84,13 +83,31 @@ class File:
         return count
 
     def _is_cached(self, start: int, size: int) -> bool:
-        """Whether most of these bytes are in the page cache."""
+        """Whether most of these bytes are in the page cache, as far as one may know."""
+        if self._mapped is None:
+            return False
         first = start // PAGE * PAGE
         pages = np.zeros(-(-(start + size - first) // PAGE), np.uint8)
         address = ctypes.c_void_p(self._mapped.ctypes.data + first)
         length = ctypes.c_size_t(start + size - first)
         failed = ctypes.CDLL(None).mincore(address, length, ctypes.c_void_p(pages.ctypes.data))
         return bool(failed or 2 * int((pages & 1).sum()) > len(pages))
+
+    def _mapping(self) -> np.ndarray | None:
+        """Return the bytes of the file, where Linux tells of them what is in the page cache.
+
+        It tells only who owns the file or may write to it; of others' it says that all is, always.
+        (To read a page with RWF_NOWAIT is no way to ask: it puts the page there.)
+        """
+        with self._errors():
+            status = os.fstat(self._file)
+            own = status.st_uid == os.geteuid() or os.access(self.path, os.W_OK)
+            if self._direct is None or not own:
+                return None
+            try:
+                return np.frombuffer(mmap.mmap(self._file, 0, prot=mmap.PROT_READ), np.uint8)
+            except ValueError:  # it is empty
+                return None
 
     def _opened_directly(self) -> int | None:
         """Return the file opened for direct reads, where its file system has them."""

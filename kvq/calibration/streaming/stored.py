@@ -17,7 +17,7 @@ from kvq.calibration.streaming.errors import NotStreamable
 from kvq.calibration.streaming.files import PAGE, File
 from kvq.tensorfile import TensorInfo
 
-_PIECE = 16 << 20  # bytes of pinned memory
+_PIECE = 16 << 20  # bytes that are cast, or sent to CUDA, at once
 
 
 class Memory:
@@ -62,6 +62,7 @@ class Reader:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory = Memory()
+        self._piece: Tensor | None = None  # through which all is cast
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, info: TensorInfo | None = None
@@ -126,14 +127,37 @@ class Reader:
     ) -> None:  # fmt: skip
         """Read parts of a tensor, (first byte, bytes), one after the other to its place."""
         dtype = _TYPES[info.dtype]
-        as_stored = place.dtype == dtype and place.is_contiguous()
-        into = place if as_stored else self.empty(place.shape, dtype, info)
+        into = place if place.is_contiguous() else self.empty(place.shape, dtype, info)
+        if into.dtype != dtype:
+            self._cast(read, info, parts, into)
+            return
         data, position = into.view(-1).view(torch.uint8), 0
         for start, size in parts:
             read(info.start + start, data[position : position + size])
             position += size
-        if not as_stored:
+        if into is not place:
             place.copy_(into)
+
+    def _cast(
+        self, read: Callable[[int, Tensor], None], info: TensorInfo,
+        parts: Iterable[tuple[int, int]], place: Tensor,
+    ) -> None:  # fmt: skip
+        """Read parts of a tensor to a place of another dtype, through one piece of memory."""
+        dtype, rest = _TYPES[info.dtype], place.view(-1)
+        for start, size in parts:
+            for first in range(start, start + size, _PIECE):
+                piece = self._room(info.start + first, min(_PIECE, start + size - first), dtype)
+                read(info.start + first, piece.view(torch.uint8))
+                rest[: len(piece)].copy_(piece)
+                rest = rest[len(piece) :]
+
+    def _room(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Return room for bytes that lie at `start`, the same one whenever there is a cast."""
+        if self._piece is None:
+            room = partial(torch.empty, dtype=torch.uint8, device=self.device)
+            self._piece = (Memory().take if self.stream is None else room)(_PIECE + PAGE)
+        skew = 0 if start % dtype.itemsize else start % PAGE
+        return self._piece[skew : skew + size].view(dtype)
 
 
 class _Pinned:

@@ -107,6 +107,9 @@ def stored(tmp_path):
         lambda a, b, c: torch.stack([a, b], 1).to(torch.float32),
         lambda a, b, c: torch.cat([a.transpose(0, 1).contiguous(), c.T]),
         lambda a, b, c: torch.chunk(torch.cat([a, b]), 2, dim=0)[1].contiguous(),
+        lambda a, b, c: a.to(torch.float16).to(torch.float32),
+        lambda a, b, c: torch.stack([a, b.to(torch.float16).to(torch.bfloat16)]),
+        lambda a, b, c: a.to(b.float()),
         lambda a, b, c: torch.nn.Parameter(a.reshape(2, 2, 6).permute(1, 0, 2)) * 2,
     ],
 )
@@ -145,14 +148,60 @@ def test_a_tensor_that_is_split_is_read_once(tmp_path, monkeypatch):
     assert read == ["a"]
 
 
-@pytest.mark.parametrize("write", [lambda a: a.mul_(2), lambda a: a.__setitem__(0, 1)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: a.mul_(2),
+        lambda a: a.__setitem__(0, 1),
+        lambda a: a[0].zero_(),
+        lambda a: a.T.chunk(2)[1].zero_(),
+        lambda a: a.data.mul_(2),
+        lambda a: setattr(a, "data", a * 2),
+        lambda a: torch.mul(a, 2, out=a),
+        lambda a: torch.nn.functional.relu(a, True),
+        lambda a: torch._foreach_mul_([a], 2),
+    ],
+)
 def test_a_weight_that_was_written_to_is_never_made_without_that(tmp_path, write):
     reader, deferred, _ = stored(tmp_path)
+    row = deferred["a"][1]
     write(deferred["a"])
+    with pytest.raises(NotStreamable, match="writes into its weights"):
+        Making(reader).make([row])
     with pytest.raises(NotStreamable, match="writes into its weights"):
         Making(reader).make([torch.stack([deferred["b"], deferred["a"]])])
     with pytest.raises(NotStreamable, match="writes into its weights"):
         Making(reader).make([deferred["a"].T])
+
+
+def test_what_is_neither_a_view_nor_written_to_is_made(tmp_path):
+    reader, deferred, tensors = stored(tmp_path)
+    deferred["a"].requires_grad = False
+    deferred["b"].copy_(deferred["a"])
+    (deferred["c"] * 2).zero_()
+    made = Making(reader).make([deferred["a"], deferred["c"]])
+    assert torch.equal(made[0], tensors["a"])
+    assert torch.equal(made[1], tensors["c"])
+
+
+def test_a_weight_of_tensors_without_values_is_not_made(tmp_path):
+    reader, deferred, _ = stored(tmp_path)
+    place = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(NotStreamable, match="no values yet"):
+        Making(reader).make([torch.zeros_like(place).where(deferred["a"][0, 0] > 0, place)])
+
+
+@pytest.mark.parametrize("size", [16, 20, 48, 64])  # of the piece; a tensor has 48
+def test_what_is_cast_goes_through_one_piece_of_memory(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("kvq.calibration.streaming.stored._PIECE", size)
+    reader, deferred, tensors = stored(tmp_path)
+    taken = []
+    take = Memory.take
+    monkeypatch.setattr(Memory, "take", lambda self, n, *at: taken.append(n) or take(self, n, *at))
+    made = Making(reader).make([deferred[name].to(torch.float32) for name in "abc"])
+    assert sorted(taken) == [96, 96, 96, size + PAGE]
+    for name, tensor in zip("abc", made, strict=True):
+        assert torch.equal(tensor, tensors[name].float())
 
 
 def test_memory_is_used_again_only_once_nothing_refers_to_it():
@@ -215,14 +264,26 @@ def test_bytes_in_the_page_cache_are_known(tmp_path):
         assert not file._is_cached(10, 60 * PAGE)  # nor does reading put them there
 
 
+def test_of_a_file_of_others_it_is_not_known_what_is_in_the_page_cache(tmp_path, monkeypatch):
+    (tmp_path / "data").write_bytes(bytes(64 * PAGE))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with File(tmp_path / "data") as file:
+        assert not file._is_cached(0, 60 * PAGE)
+        read = torch.ones(60 * PAGE, dtype=torch.uint8)
+        file.read(10, read)
+        assert not read.any()
+
+
 def test_a_shard_that_is_cut_while_it_is_read_is_an_error(tmp_path):
     zoo.tiny_model("causal", "llama").save_pretrained(tmp_path / "model")
     hollow = hollow_model(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="ended early"):
-        hollow.fill(len(hollow.layers) - 1)
+    for size in (path.stat().st_size // 2, 1, 0):
+        os.truncate(path, size)
+        with pytest.raises(CheckpointError, match="ended early") as caught:
+            hollow.fill(len(hollow.layers) - 1)
+        assert caught.value.hint == "copy or download the file again"
     path.unlink()
     with pytest.raises(CheckpointError, match="cannot read"):
         hollow.fill(0)
