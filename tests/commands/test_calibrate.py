@@ -177,7 +177,7 @@ def test_the_model_is_left_as_found():
     attentions = attention_modules(model.model, [layer.attention for layer in layers])
     with observing(model.model, attentions, Observer(layers, queries=True)) as run:
         run({"input_ids": torch.arange(8)[None]})
-        assert model.config._attn_implementation != implementation
+        assert model.config._attn_implementation is not implementation
         assert not model.model.training
     assert model.config._attn_implementation == implementation
     assert set(transformers.AttentionInterface._global_mapping) == registered
