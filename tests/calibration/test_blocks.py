@@ -180,9 +180,9 @@ def test_the_model_is_left_as_it_was(short):
     before = model.config._attn_implementation
     with in_blocks(model.model, {"input_ids": ids(60)}):
         assert model.config._attn_implementation is not before
-    assert model.config._attn_implementation == before == "sdpa"
+    assert model.config._attn_implementation is before
     with in_blocks(model.model, {"input_ids": ids(20)}):
-        assert model.config._attn_implementation == before
+        assert model.config._attn_implementation is before
 
 
 @pytest.mark.parametrize("family", ["mistral", pytest.param("gemma2", marks=pytest.mark.slow)])

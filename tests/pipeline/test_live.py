@@ -79,5 +79,5 @@ def test_queries_too_and_the_model_is_left_as_it_was():
     found = api.calibrate(model, BATCHES, kv_cfg="FP8_ATTN_CFG")
     assert set(found.layers[0].amax) == {f"{s}_bmm_quantizer" for s in "qkv"}
     assert model.training
-    assert model.config._attn_implementation == implementation
+    assert model.config._attn_implementation is implementation
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
