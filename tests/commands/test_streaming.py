@@ -59,7 +59,8 @@ def calibrate(kvq, tmp_path):
 )
 def test_streaming_gives_the_same_bytes(calibrate, tmp_path, kind, name):
     zoo.tiny_model(kind, name).save_pretrained(tmp_path / "model")
-    _, expected = calibrate(tmp_path / "model")
+    whole, expected = calibrate(tmp_path / "model")
+    assert whole.code == 0, whole.err
     result, in_memory = calibrate(tmp_path / "model", "--streaming")
     assert "Streaming, one decoder layer" in result.err
     assert in_memory == expected
