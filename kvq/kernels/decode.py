@@ -154,7 +154,7 @@ def decode_attention(
     sum of two E4M3 numbers, up to 3e-3; `exact` also sums FP8 pages' q k in float32 at every 32nd
     product. P is rounded relative to a power of two at or above the running maximum, so the number
     of splits changes results only by float32 rounding, by weights below 2**-14 of the largest and,
-    rarely, by a P beside a rounding boundary (up to 2e-3 of a row, with `fast` 1e-2).
+    rarely, by a P beside a rounding boundary.
 
     Nothing is read on the host, so a call can be captured in a CUDA graph. Values past a request's
     end or before its window are never used, nor table entries of pages that hold only those.
