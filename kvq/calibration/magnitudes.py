@@ -8,6 +8,7 @@ from torch import Tensor
 # 1/16 of a power of two wide, so that the middle of one is at most 3.1 % off what it counts.
 BINS = 1 << 12
 _SHIFT = 31 - 12
+_INFINITY = 0xFF << 4  # its bin counts NaN too, whose other bits are not the same on every device
 TOKENS = 32  # counted of a sequence, evenly spaced: so many, and up to twice as many
 
 
@@ -32,6 +33,7 @@ def count_magnitudes(states: Tensor) -> Tensor:
     """
     sample = states[:, :, sampled(states.shape[2])].float()
     bins = (sample.view(torch.int32) >> _SHIFT) & (BINS - 1)  # the mask takes the sign away
+    bins.clamp_(max=_INFINITY)
     if bins.device.type == "cpu":
         return torch.bincount(bins.flatten(), minlength=BINS)
     return torch.histc(bins, BINS, 0, BINS)  # bincount looks at the largest first, and waits

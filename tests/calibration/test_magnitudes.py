@@ -77,3 +77,12 @@ def test_the_maximum_by_bits_is_the_maximum_by_value(values, dtype):
     states = torch.tensor(values, dtype=dtype).view(1, 1, -1, 1)
     expected = states.float().abs().amax((0, 2, 3))
     torch.testing.assert_close(head_amax(states), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_not_finite_is_counted_alike_whatever_bits_a_device_gives_nan():
+    bits = torch.tensor([0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7F800001, 0x7FA00000])
+    bits = torch.cat([bits, bits + 0x80000000, torch.zeros(1, dtype=torch.int64)])
+    counts = count_magnitudes(bits.to(torch.int32).view(torch.float32)[None, None, :, None])
+    assert counts[0] == 1
+    assert counts[0xFF0] == 10
+    assert counts.sum() == 11
