@@ -1,17 +1,18 @@
 """Time kvq's calibration loop against the plain forward passes it needs.
 
-Usage: python scripts/bench_calibrate.py MODEL [--pairs 5] [--sequences 32] [--seq-len 512]
+Usage: python scripts/bench_calibrate.py MODEL [--pairs 21] [--sequences 8] [--seq-len 512]
        python scripts/bench_calibrate.py --shape llama-8b --device cuda [--compile] [--ranks 2]
 
-Each side is a process of its own, the sides alternating: same tokens, same batches, same attention
-implementation, threads and dtype; imports, loading and tokenization are not timed. The plain side
-is the base model's forward without language head. Correctness comes first: kvq's maxima must equal
-those of a plain recorder bit for bit.
+Each side is a process of its own that waits, idle, for its turn; the sides alternate: same tokens,
+same batches, same attention implementation, threads and dtype; imports, loading and tokenization
+are not timed. Turns are short and many, so that what else the machine does meets both sides. The
+plain side is the base model's forward without language head. Correctness comes first: kvq's maxima
+must equal those of a plain recorder bit for bit.
 
-With MODEL, every timing is a fresh process; ModelOpt and llm-compressor are timed beside kvq where
-they are installed. With --shape, weights are random, batches are whole (8 x 2048 tokens by
-default), and the processes stay: they wait, idle, for their turn. --compile adds kvq with compiled
-layers, --ranks kvq in several processes, one a device, against kvq in one.
+With MODEL, ModelOpt and llm-compressor are timed beside kvq where they are installed, in a fresh
+process each time, since they change the model. With --shape, weights are random and batches are
+whole (8 x 2048 tokens by default). --compile adds kvq with compiled layers, --ranks kvq in several
+processes, one a device, against kvq in one.
 """
 
 import argparse
@@ -213,11 +214,9 @@ def work(args: argparse.Namespace) -> None:
     threads = fixed_threads() if device.type == "cpu" else nullcontext()
     with connected(ours, device), threads:
         bench = Bench(args, device, ours)
-        if side == "check" or (args.shape and side in ("kvq", "compiled")):
+        if side in ("kvq", "compiled"):
             print(f"{side}: {bench.check(compiled=side == 'compiled')}", file=sys.stderr)
-        if side == "check":
-            return
-        if args.shape:
+        if side not in PEERS:
             start = time.perf_counter()
             bench.run(side)  # warm
             if ours.first:
@@ -281,13 +280,12 @@ def compare(args: argparse.Namespace) -> None:
     """Print times and ratios of all sides."""
     sides = ["plain", "kvq", *["compiled"] * args.compile, *["ranks"] * bool(args.ranks)]
     if args.model:
-        subprocess.run([sys.executable, *sys.argv, "--side", "check"], check=True)
         for name, package in PEERS.items():
             if importlib.util.find_spec(package):
                 sides.append(name)
             else:
                 print(f"{name} is not installed: not timed", flush=True)
-    live = {side: Side(side, args) for side in sides} if args.shape else {}
+    live = {side: Side(side, args) for side in sides if side not in PEERS}
     for one in live.values():
         one.wait()  # for all of them: what warms up disturbs what is timed
     ratios: dict[str, list[float]] = {side: [] for side in sides[1:]}
@@ -323,7 +321,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int)
     parser.add_argument("--sequences", type=int)
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--batch-size", type=int)
@@ -335,8 +333,8 @@ def main() -> None:
         parser.error("give either MODEL or --shape")
     if args.model and (args.compile or args.ranks):
         parser.error("--compile and --ranks need --shape")
-    defaults = (48, 2048, 8) if args.shape else (32, 512, 1)
-    for name, value in zip(("sequences", "seq_len", "batch_size"), defaults, strict=True):
+    defaults = (5, 48, 2048, 8) if args.shape else (21, 8, 512, 1)
+    for name, value in zip(("pairs", "sequences", "seq_len", "batch_size"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
     (work if args.side else compare)(args)
