@@ -25,10 +25,13 @@ def available_bytes(device: torch.device) -> int:
 def weight_bytes(view: CheckpointView, dtype: str) -> int:
     """Return the size of a checkpoint's tensors, floats as `dtype`, or as stored with `auto`.
 
-    What compressed-tensors packs is unpacked before it runs, to the dtype that the model runs in.
+    What compressed-tensors packs is unpacked before it runs, to the dtype that the model runs in;
+    what `fp8` has quantized, where there is no CUDA.
     """
     bits = 0
-    unpacks = (view.quantization_config or {}).get("quant_method") == "compressed-tensors"
+    method = (view.quantization_config or {}).get("quant_method")
+    unpacks = method == "compressed-tensors"
+    widens = method == "fp8" and not torch.cuda.is_available()
     groups = [group for group in view.config_groups.values() if _num_bits(group)]
     width = _WIDTHS.get(_wanted(view, dtype), 16)
     for info in view.tensors.values():
@@ -37,6 +40,8 @@ def weight_bytes(view: CheckpointView, dtype: str) -> int:
         if unpacks and leaf in _PACKED and info.dtype in _PACKED_DTYPES:
             bits += info.numel * stored // _packed_bits(groups, module) * width
             continue
+        if widens and info.dtype == "F8_E4M3":
+            stored = width
         is_float = info.dtype in ("F32", "F16", "BF16", "F64")
         bits += info.numel * (_WIDTHS.get(dtype, stored) if is_float else stored)
     return bits // 8

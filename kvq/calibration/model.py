@@ -61,29 +61,34 @@ def load_model(
     check_code(root, config, trust_remote_code=trust_remote_code)
     check_quantization(root, config)
     target = find_device(device)
-    with loading(root):
-        model, info = model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
-            root,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=attention_implementation(config),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **({"device_map": "auto", "max_memory": dict(memory)} if memory is not None else {}),
-        )
+    place: dict[str, Any] = {}
+    if memory is not None:
+        place = {"device_map": "auto", "max_memory": dict(memory)}
+    elif quantization(config):
+        place = {"device_map": {"": target}}  # some methods refuse to be moved later
+    try:
+        with loading(root):
+            model, info = model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
+                root,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=attention_implementation(config),
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **place,
+            )
+            if not place:
+                model.to(target)
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"the weights of `{root}` do not fit on {target}",
+            code="calibrate.memory",
+            hint="--streaming reads one layer at a time; --device-map auto uses all devices",
+        ) from error
     check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
     model.requires_grad_(False)
     if memory is not None:
-        place = model.get_input_embeddings().weight.device
-        target = target if place.type == "meta" else place  # accelerate moves what it offloads
-    else:
-        try:
-            model.to(target)
-        except torch.OutOfMemoryError as error:
-            raise CalibrationError(
-                f"the weights of `{root}` do not fit on {target}",
-                code="calibrate.memory",
-                hint="--streaming reads one layer at a time; --device-map auto uses all devices",
-            ) from error
+        first = model.get_input_embeddings().weight.device
+        target = target if first.type == "meta" else first  # accelerate moves what it offloads
     _unpack(model)
     body, alone = _body(model)
     name = str(model.dtype).removeprefix("torch.")
@@ -96,7 +101,7 @@ def loading(root: Path) -> Iterator[None]:
     try:
         with no_progress_bars():
             yield
-    except KvqError:
+    except (KvqError, torch.OutOfMemoryError):
         raise
     except ImportError as error:
         raise MissingDependencyError(
@@ -135,13 +140,21 @@ def check_code(root: Path, config: dict[str, Any], *, trust_remote_code: bool) -
         )
 
 
+def quantization(config: dict[str, Any]) -> Any:
+    """Return what a config declares as the quantization of its weights."""
+    return config.get("quantization_config") or text_config(config).get("quantization_config")
+
+
 def check_quantization(root: Path, config: dict[str, Any]) -> None:
     """Refuse quantized weights that transformers would take for plain numbers."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    declared = config.get("quantization_config") or text_config(config).get("quantization_config")
+    declared = quantization(config)
     method = declared.get("quant_method") if isinstance(declared, dict) else None
-    if declared and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    # `bitsandbytes` stands for `bitsandbytes_4bit` and `bitsandbytes_8bit`
+    names = {name.removesuffix("_4bit").removesuffix("_8bit")
+             for name in AUTO_QUANTIZATION_CONFIG_MAPPING}  # fmt: skip
+    if declared and method not in names:
         found = f"`quant_method` {method!r}"
     elif not declared and (root / "hf_quant_config.json").exists():
         found = "`hf_quant_config.json`"

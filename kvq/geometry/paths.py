@@ -16,7 +16,7 @@ VALUE_PROJECTIONS = ("v_proj", "value_proj", "to_v", "value", "v", "Wv", "projec
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "kv_a_layernorm", "kv_norm")
 VALUE_NORMS = ("v_norm",)
 
-_WEIGHTS = ("weight", "bias", "weight_packed", "qweight")
+_WEIGHTS = ("weight", "bias", "weight_packed", "qweight", "_weight_qdata")
 _ATTENTION = re.compile(
     rf"^(?P<path>(?P<prefix>(?:[A-Za-z_]\w*\.)*)(?P<layer>\d+)(?P<suffix>(?:\.\w+)*?))"
     rf"\.(?:{'|'.join(KEY_PROJECTIONS)})(?:\.linear|\.base_layer)?\.(?:{'|'.join(_WEIGHTS)})$"

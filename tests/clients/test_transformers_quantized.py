@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from kvq.state import read_calibration
 from tests import bases, models
@@ -37,6 +37,20 @@ KINDS = {
 }  # fmt: skip
 
 
+def torchao_int8():
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+# Made by transformers itself with these.
+MADE = {
+    "bitsandbytes-4bit": lambda: BitsAndBytesConfig(load_in_4bit=True),
+    "bitsandbytes-8bit": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao-int8": torchao_int8,
+}
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense") / "model"
@@ -51,9 +65,16 @@ def command(tmp_path, dense):
     (tmp_path / "rows.jsonl").write_text(rows)
 
     def call(base):
-        folder = bases.write(base, dense, tmp_path / "base")
-        for name in bases.SIDE_FILES:
-            (folder / name).unlink()
+        folder = tmp_path / "base"
+        if callable(base):
+            model = AutoModelForCausalLM.from_pretrained(
+                dense, quantization_config=base(), dtype="auto", device_map="cpu"
+            )
+            model.save_pretrained(folder)
+        else:
+            bases.write(base, dense, folder)
+            for name in bases.SIDE_FILES:
+                (folder / name).unlink()
         return ["calibrate", folder, "--dataset", tmp_path / "rows.jsonl", "--seq-len", 40,
                 "--min-tokens", 1, "-o", tmp_path / "calibration"]  # fmt: skip
 
@@ -61,9 +82,9 @@ def command(tmp_path, dense):
 
 
 @pytest.mark.filterwarnings("ignore")  # of compressed-tensors, about what it decompresses
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | MADE)
 def test_maxima_are_those_of_the_quantized_model(kvq, command, tmp_path, dense, kind):
-    argv = command(KINDS[kind])
+    argv = command((KINDS | MADE)[kind])
     result = kvq(*argv, "--streaming")
     assert result.code == 0, result.err
     assert "Not streamed, since its weights are quantized" in result.err
@@ -99,11 +120,12 @@ def test_what_cannot_run_here_is_refused(kvq, command, kind, code, named):
     assert named in error["message"]
 
 
-def test_unpacked_weights_count_with_their_size_in_memory(command):
+@pytest.mark.parametrize("base", [bases.COMPRESSED["ct-w4a16"], bases.FP8["fp8-blocks"]])
+def test_unpacked_weights_count_with_their_size_in_memory(command, base):
     from kvq.calibration.memory import weight_bytes
     from kvq.checkpoint import open_checkpoint
 
-    folder = command(bases.COMPRESSED["ct-w4a16"])[1]
+    folder = command(base)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
