@@ -18,7 +18,13 @@ from kvq.calibration.compiling import compiled
 from kvq.calibration.model import LoadedModel
 from kvq.calibration.observe import observing
 from kvq.calibration.streaming.errors import NotStreamable
-from kvq.errors import CalibrationError, KvqError, UnsupportedModelError, first_line
+from kvq.errors import (
+    CalibrationError,
+    KvqError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    first_line,
+)
 from kvq.geometry import is_text_path
 
 Progress = Callable[[int, int, float], None]  # tokens done, tokens in all, seconds since start
@@ -131,6 +137,11 @@ def model_errors(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor]) -> Ite
             yield
     except (KvqError, NotStreamable):
         raise
+    except ImportError as error:  # kernels of a quantization, for one, are looked for this late
+        raise MissingDependencyError(
+            f"`{type(loaded.model).__name__}` needs another package to run: {first_line(error)}",
+            code="dependency.model",
+        ) from error
     except Exception as error:  # model code raises anything
         raise UnsupportedModelError(
             f"`{type(loaded.model).__name__}` fails on token ids {shapes}: "

@@ -450,3 +450,19 @@ def test_a_model_spread_over_two_devices_gives_the_statistics_of_one(
     found, expected = statistics(tmp_path / "two"), statistics(tmp_path / "one")
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_package_that_a_model_misses_only_when_it_runs_is_named(
+    kvq, checkpoints, rows, tmp_path, monkeypatch
+):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self, x):
+        raise ImportError("`kernels` is not installed")
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    result = kvq("calibrate", checkpoints("llama"), "--dataset", rows, "-o", tmp_path / "c",
+                 "--seq-len", 64, "--min-tokens", 1, "--json")  # fmt: skip
+    error = result.json["error"]
+    assert (result.code, error["code"]) == (2, "dependency.model")
+    assert "another package to run: `kernels` is not installed" in error["message"]
