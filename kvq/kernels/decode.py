@@ -40,7 +40,7 @@ _MOST_HEADS = 16  # of one program
 
 @dataclass(frozen=True)
 class Plan:
-    """Which kernel, its constants, and how many programs of it a multiprocessor holds."""
+    """Which kernel, its constants and launch options, and how many a multiprocessor holds."""
 
     kernel: Any
     constants: dict[str, Any]
@@ -71,26 +71,38 @@ def plan(layout: PageLayout, group: int, variant: Variant) -> Plan:
     common = _dimensions(layout)
     if layout.kv_format is None or layout.shared:
         return _half_plan(layout, group, common)
+    if layout.format == "nvfp4":
+        return _nvfp4_plan(layout, heads, common)
     largest = max(layout.head_dim, layout.value_dim)
     tile = 128 if largest <= 128 and layout.page_size % 128 == 0 else 64
-    if layout.format == "fp8_e4m3":
-        heads = max(heads, _LEAST_COLUMNS // terms)
-        widths = {"WIDTH": _power_of_two(layout.head_dim),
-                  "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
-        # the tensor core adds FP8 products in few bits: `exact` adds up every 32 in float32
-        numerics = {"TERMS": terms, "IMPRECISE": 32 if variant == "exact" else None}
-        constants = common | numerics | widths | {"STAGES": 5}
-        return Plan(decode_fp8, constants, tile, heads, 4, FP8_SHIFT.value, 2)
+    heads = max(heads, _LEAST_COLUMNS // terms)
+    widths = {"WIDTH": _power_of_two(layout.head_dim),
+              "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
+    # the tensor core adds FP8 products in few bits: `exact` adds up every 32 in float32
+    numerics = {"TERMS": terms, "IMPRECISE": 32 if variant == "exact" else None}
+    constants = common | numerics | widths | {"STAGES": 5}
+    return Plan(decode_fp8, constants, tile, heads, 4, FP8_SHIFT.value, 2)
+
+
+def _nvfp4_plan(layout: PageLayout, heads: int, common: dict[str, Any]) -> Plan:
+    """Programs of one warp, a multiple of four on a multiprocessor where memory allows it.
+
+    Warps stay with one of its four schedulers: nine leave three of them waiting for the fourth.
+    """
     k_half, v_half = half(layout.head_dim), half(layout.value_dim)
     k_width, v_width = _power_of_two(k_half), _power_of_two(v_half)
-    heads = max(heads, _LEAST_COLUMNS * 16 // (terms * min(k_width, v_width)))
-    columns = heads * terms * max(k_width, v_width) // 16
-    warps = 8 if columns > 64 and tile == 128 else 4
+    wide = max(k_width, v_width) > 64
+    heads = min(max(heads, 4), 8 if wide else 16)  # 2 * heads columns, of at least eight
     constants = common | {
-        "K_HALF": k_half, "V_HALF": v_half, "K_WIDTH": k_width, "V_WIDTH": v_width, "STAGES": 5,
-        "TERMS": terms, "RUN": tile // (8 * warps),  # rows of a product that one thread holds
+        "K_HALF": k_half, "V_HALF": v_half, "K_WIDTH": k_width, "V_WIDTH": v_width,
+        "CHUNK": layout.chunk, "STAGES": 5,
     }  # fmt: skip
-    return Plan(decode_nvfp4, constants, tile, heads, warps, NVFP4_SHIFT.value, 2)
+    if heads == 4 and not wide:
+        constants["maxnreg"] = 168  # of 65536, for 12 warps
+        return Plan(decode_nvfp4, constants, 32, heads, 1, NVFP4_SHIFT.value, 12)
+    tile = 64 if heads == 8 and not wide else 32
+    per_sm = 6 if heads == 8 and wide else 8
+    return Plan(decode_nvfp4, constants, tile, heads, 1, NVFP4_SHIFT.value, per_sm)
 
 
 def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:
@@ -148,13 +160,13 @@ def decode_attention(
     """Attend from one query token per request, the last of its sequence, over the paged cache.
 
     The softmax runs in float32; how q and P enter the tensor cores is the variant. With 16-bit
-    pages and with shared rows P is rounded to q's dtype and all variants are the same. With
-    quantized pages `fast` rounds q and P to E4M3 once, which costs up to 4e-2 (relative L2 on
-    random data, more where few tokens have all the weight); `default` and `exact` hold each as a
-    sum of two E4M3 numbers, up to 3e-3; `exact` also sums FP8 pages' q k in float32 at every 32nd
-    product. P is rounded relative to a power of two at or above the running maximum, so the number
-    of splits changes results only by float32 rounding, by weights below 2**-14 of the largest and,
-    rarely, by a P beside a rounding boundary.
+    pages and with shared rows P is rounded to q's dtype and all variants are the same, and so they
+    are with NVFP4 pages, where q and P are rounded to float16. With FP8 pages `fast` rounds q and P
+    to E4M3 once, which costs up to 4e-2 (relative L2 on random data, more where few tokens have all
+    the weight); `default` and `exact` hold each as a sum of two E4M3 numbers, up to 3e-3; `exact`
+    also sums q k in float32 at every 32nd product. P is rounded relative to a power of two at or
+    above the running maximum, so the number of splits changes results only by float32 rounding, by
+    weights below 2**-14 of the largest and, rarely, by a P beside a rounding boundary.
 
     Nothing is read on the host, so a call can be captured in a CUDA graph. Values past a request's
     end or before its window are never used, nor table entries of pages that hold only those.

@@ -29,11 +29,11 @@ def _rows(
         row = base + offset * HALF
         packed = tl.load(ptr + row[:, None] + (d % HALF)[None, :], mask=mask, other=0)
         packed = packed.to(tl.int16)
-        low = ((packed >> 2) & 8) | ((packed >> 4) & 4) | (packed & 3)
-        codes = tl.where((d < HALF)[None, :], low, ((packed >> 4) & 8) | ((packed >> 2) & 7))
-        values = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
+        low = ((packed & 0x70) << 5) | ((packed & 0x01) << 15)
+        bits = tl.where((d < HALF)[None, :], low, (packed & 0x8E) << 8)
+        values = bits.to(tl.float16, bitcast=True)
         scale_row = base + offset * (HALF // 8)
-        scale_ptrs = scales_ptr + scale_row[:, None] + (d // 16)[None, :]
+        scale_ptrs = scales_ptr + scale_row[:, None] + (d % HALF // 16 * 2 + d // HALF)[None, :]
         scales = tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32)
         x = values.to(tl.float32) * (scales * E2M1_IN_HALF)
     else:

@@ -1,165 +1,150 @@
-"""Tiles of NVFP4 pages as operands of FP8 tensor cores; see `decode_nvfp4` for the idea."""
+"""Tiles of NVFP4 pages as float16 operands of tensor cores; see `decode_nvfp4` for the idea.
+
+Words of several bytes are loaded as integers. A function here takes a word apart into one tensor
+for each number of it that is of another kind, of the word's own shape, so that nothing moves
+between threads.
+"""
 
 import triton
 import triton.language as tl
 
-from kvq.kernels.decode_fp8 import p_terms, query_scale, query_terms, sum_terms
+from kvq.kernels.decode_fp8 import query_scale
 
 
 @triton.jit
-def expand(packed):
-    """E4M3 of the low and of the high codes of each byte, times 2**-6."""
-    low, high = tl.inline_asm_elementwise(
-        """{ .reg .b32 t, u;
-        shl.b32 t, $2, 2; and.b32 t, t, 0x8c8c8c8c; shr.b32 u, $2, 2; and.b32 u, u, 0x10101010;
-        or.b32 $0, t, u; and.b32 $1, $2, 0x9c9c9c9c; }""",
-        "=r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
+def expand(pairs, low_first, low_second, high_first, high_second):
+    """Float16 of two bytes' codes, low of both and high of both, times scales and 2**-14.
+
+    A code's bits are those of a float16 that is 2**14 smaller; the byte's high code lies where
+    float16 has them. The products are exact.
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 low, s, t, a, b, c, d;
+        shr.b32 t, $4, 3; shl.b32 s, $4, 7; lop3.b32 low, t, s, 0x0e0e0e0e, 0xe4;
+        shl.b32 t, low, 8; and.b32 a, t, 0x8e008e00; and.b32 b, low, 0x8e008e00;
+        shl.b32 t, $4, 8; and.b32 c, t, 0x8e008e00; and.b32 d, $4, 0x8e008e00;
+        mul.f16x2 $0, a, $5; mul.f16x2 $1, b, $6; mul.f16x2 $2, c, $7; mul.f16x2 $3, d, $8; }""",
+        "=r,=r,=r,=r,r,r,r,r,r", [pairs, low_first, low_second, high_first, high_second],
+        dtype=(tl.float16,) * 4, is_pure=True, pack=2,
     )  # fmt: skip
-    return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
-def row_tokens(TILE: tl.constexpr, RUN: tl.constexpr):
-    """Token of each row of the K tile: the RUN that a thread of the product holds in a row."""
-    row = tl.arange(0, TILE)
-    if RUN == 4:
-        token = row // 16 % 4 * 32 + row % 8 * 4 + row // 8 % 2 * 2 + row // 64
+def token_scales(words):
+    """Float16 of two block scales, low and high, in an int16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; cvt.rn.f16x2.e4m3x2 t, $2; mov.b32 {$0, $1}, t; }",
+        "=h,=h,h", [words], dtype=(tl.float16,) * 2, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def pair_scales(words):
+    """Float16 of a block's scales for two tokens in an int32: low of both, high of both."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 first, second; .reg .b16 a, b, c, d;
+        prmt.b32 first, $4, $5, 0x5140; prmt.b32 second, $4, $5, 0x7362;
+        mov.b32 {a, b}, first; mov.b32 {c, d}, second;
+        cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, c;
+        cvt.rn.f16x2.e4m3x2 $2, b; cvt.rn.f16x2.e4m3x2 $3, d; }""",
+        "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def repeat(x, TIMES: tl.constexpr):
+    """Repeat each element of x [SIZE]: [SIZE * TIMES]."""
+    SIZE: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.broadcast_to(x[:, None], [SIZE, TIMES]), [SIZE * TIMES])
+
+
+@triton.jit
+def repeat_columns(x, TIMES: tl.constexpr):
+    """Repeat each column of x [ROWS, COLUMNS]: [ROWS, COLUMNS * TIMES]."""
+    shape: tl.constexpr = [x.shape[0], x.shape[1], TIMES]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], shape), [shape[0], shape[1] * TIMES])
+
+
+@triton.jit
+def repeat_rows(x, TIMES: tl.constexpr):
+    """Repeat each row of x [ROWS, COLUMNS]: [ROWS * TIMES, COLUMNS]."""
+    shape: tl.constexpr = [x.shape[0], TIMES, x.shape[1]]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], shape), [shape[0] * TIMES, shape[2]])
+
+
+@triton.jit
+def key_tile(codes_ptr, scales_ptr, first_inside, second_inside, HALF: tl.constexpr,
+             WIDTH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """K of two tokens in each row, from pointers [ROWS]; see `expand` for its parts.
+
+    Columns of a part are every second dimension of one token, then of the other.
+    """
+    UNITS: tl.constexpr = WIDTH // 2  # of two bytes; each token's
+    unit, block = tl.arange(0, 2 * UNITS), tl.arange(0, UNITS // 4)
+    if HALF == WIDTH and not MASKED:
+        codes = tl.load(codes_ptr[:, None] + unit[None, :])
+        words = tl.load(scales_ptr[:, None] + block[None, :])
     else:
-        token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
-    return token
-
-
-@triton.jit
-def in_order(x, RUN: tl.constexpr):
-    """Rows of `_tokens` to rows of consecutive tokens, which splits and joins put in one word."""
-    TILE: tl.constexpr = x.shape[0]
-    COLUMNS: tl.constexpr = x.shape[1]
-    if RUN == 4:
-        x = tl.permute(tl.reshape(x, [2, 4, 2, 8, COLUMNS]), (1, 3, 4, 2, 0))
-        first, second = tl.split(x)  # [4, 8, COLUMNS, 2]
-        first_even, first_odd = tl.split(first)
-        second_even, second_odd = tl.split(second)
-        x = tl.join(tl.join(first_even, first_odd), tl.join(second_even, second_odd))
-        x = tl.permute(x, (0, 1, 3, 4, 2))
-    else:
-        x = tl.permute(tl.reshape(x, [TILE // 16, 2, 8, COLUMNS]), (0, 2, 3, 1))
-        first, second = tl.split(x)
-        x = tl.permute(tl.join(first, second), (0, 1, 3, 2))
-    return tl.reshape(x, [TILE, COLUMNS])
-
-
-@triton.jit
-def scaled_sum(products, scales, HEADS: tl.constexpr, BLOCKS: tl.constexpr, TERMS: tl.constexpr):
-    """Sum the columns of each head, times their block's scale [TILE, BLOCKS]."""
-    TILE: tl.constexpr = products.shape[0]
-    first, second = tl.split(tl.reshape(products, [TILE, BLOCKS * TERMS // 2, HEADS, 2]))
-    if TERMS == 2:
-        scaled = (first + second) * scales[:, :, None]
-    else:
-        even, odd = tl.split(tl.reshape(scales, [TILE, BLOCKS // 2, 2]))
-        scaled = first * even[:, :, None] + second * odd[:, :, None]
-    return tl.sum(scaled, 1)
-
-
-@triton.jit
-def block_weights(p, scales, HEADS: tl.constexpr, BLOCKS: tl.constexpr, TERMS: tl.constexpr,
-             RUN: tl.constexpr):  # fmt: skip
-    """P [TILE, HEADS] times block scales, as the E4M3 columns of half a row, tokens in order."""
-    TILE: tl.constexpr = p.shape[0]
-    if TERMS == 2:
-        columns = p_terms(-p[:, None, :] * scales[:, :, None], TERMS)
-    else:
-        even, odd = tl.split(tl.reshape(scales, [TILE, BLOCKS // 2, 2]))
-        columns = tl.join(p[:, None, :] * even[:, :, None], p[:, None, :] * odd[:, :, None])
-    columns = tl.reshape(columns, [TILE, BLOCKS * HEADS * TERMS])
-    return in_order(columns, RUN).to(tl.float8e4nv)
-
-
-@triton.jit
-def own_block(acc, HEADS: tl.constexpr, BLOCKS: tl.constexpr, TERMS: tl.constexpr):
-    """Of [WIDTH, columns] the columns of each row's own block: [WIDTH, HEADS]."""
-    WIDTH: tl.constexpr = acc.shape[0]
-    block = tl.arange(0, WIDTH)[:, None] // 16
-    first, second = tl.split(tl.reshape(acc, [WIDTH, BLOCKS * TERMS // 2, HEADS, 2]))
-    pair = tl.arange(0, BLOCKS * TERMS // 2)[None, :]
-    if TERMS == 2:
-        own = sum_terms(first, second)
-        own = tl.where((block == pair)[:, :, None], own, 0.0)
-    else:
-        own = tl.where((block == pair * 2)[:, :, None], first, 0.0)
-        own += tl.where((block == pair * 2 + 1)[:, :, None], second, 0.0)
-    return tl.sum(own, 1)
-
-
-@triton.jit
-def _half_scales(ptr, inside, SIZE: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
-    """Block scales [TILE, BLOCKS] of half a row, zero past SIZE."""
-    block = tl.arange(0, BLOCKS)
-    if SIZE == BLOCKS and not MASKED:
-        scales = tl.load(ptr[:, None] + block[None, :])
-    else:
-        wanted = inside[:, None] & (block < SIZE)[None, :]
-        scales = tl.load(ptr[:, None] + block[None, :], mask=wanted, other=0.0)
-    return scales.to(tl.float32)
-
-
-@triton.jit
-def _four(a, b, c, d):
-    """Columns [TILE, 4] of four vectors."""
-    x = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 2, 1))
-    return tl.reshape(x, [a.shape[0], 4])
-
-
-@triton.jit
-def block_scales(ptr, inside, SIZE: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
-    """Block scales [TILE, BLOCKS] of both halves; a page may hold NaN past the end."""
-    if SIZE == 4:
-        # all eight of a token in one word: a thread converts what it needs, and moves no bytes
-        words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        second = block // (UNITS // 8)
+        codes_ptr = codes_ptr[:, None] + (unit // UNITS * (HALF // 2) + unit % UNITS)[None, :]
+        scales_ptr = scales_ptr[:, None] + (second * (HALF // 16) + block % (UNITS // 8))[None, :]
+        codes = tl.load(codes_ptr, mask=(unit % UNITS < HALF // 2)[None, :], other=0)
+        inside = (block % (UNITS // 8) < HALF // 16)[None, :]
         if MASKED:
-            packed = tl.load(words, mask=inside, other=0)
-        else:
-            packed = tl.load(words)
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            """{ .reg .b16 p, q, r, s, x, y; .reg .b32 t;
-            mov.b64 {p, q, r, s}, $8;
-            cvt.rn.f16x2.e4m3x2 t, p; mov.b32 {x, y}, t; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y;
-            cvt.rn.f16x2.e4m3x2 t, q; mov.b32 {x, y}, t; cvt.f32.f16 $2, x; cvt.f32.f16 $3, y;
-            cvt.rn.f16x2.e4m3x2 t, r; mov.b32 {x, y}, t; cvt.f32.f16 $4, x; cvt.f32.f16 $5, y;
-            cvt.rn.f16x2.e4m3x2 t, s; mov.b32 {x, y}, t; cvt.f32.f16 $6, x; cvt.f32.f16 $7, y; }""",
-            "=f,=f,=f,=f,=f,=f,=f,=f,l", [packed], dtype=(tl.float32,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
-        low, high = _four(a, b, c, d), _four(e, f, g, h)
-    else:
-        low = _half_scales(ptr, inside, SIZE, BLOCKS, MASKED)
-        high = _half_scales(ptr + SIZE, inside, SIZE, BLOCKS, MASKED)
-    return low, high
+            # a page holds anything past the end, NaN too
+            of_token = tl.where((second == 0)[None, :], first_inside[:, None],
+                                second_inside[:, None])  # fmt: skip
+            inside &= of_token
+        words = tl.load(scales_ptr, mask=inside, other=0)
+    low, high = token_scales(words)
+    low, high = repeat_columns(low, 8), repeat_columns(high, 8)
+    return expand(codes, low, low, high, high)
 
 
 @triton.jit
-def block_query(ptr, stride, heads, valid, HALF: tl.constexpr, WIDTH: tl.constexpr,
-                HEAD_DIM: tl.constexpr, BLOCKS: tl.constexpr, TERMS: tl.constexpr):  # fmt: skip
-    """Columns of q for the low and the high half, zero outside their block, and its scale."""
-    HEADS: tl.constexpr = heads.shape[0]
-    COLUMNS: tl.constexpr = BLOCKS * HEADS * TERMS
-    shape: tl.constexpr = [BLOCKS * TERMS // 2, HEADS, 2]
-    pair = tl.arange(0, BLOCKS * TERMS // 2)[:, None, None]
-    side = tl.arange(0, 2)[None, None, :]
-    block = pair + side * 0 if TERMS == 2 else pair * 2 + side
-    block = tl.reshape(tl.broadcast_to(block, shape), [COLUMNS])
-    second = side if TERMS == 2 else side * 0
-    second = tl.reshape(tl.broadcast_to(second, shape), [COLUMNS]) == 1
-    at = tl.reshape(tl.broadcast_to(heads[None, :, None], shape), [COLUMNS])
-    inside = tl.broadcast_to(valid[None, :, None].to(tl.int32), shape)
-    inside = tl.reshape(inside, [COLUMNS]) == 1
-    d = tl.arange(0, WIDTH)
-    offsets = at[None, :] + (d * stride)[:, None]
-    low = tl.load(ptr + offsets, mask=inside[None, :] & (d < HALF)[:, None], other=0.0)
-    rest = inside[None, :] & (d < HEAD_DIM - HALF)[:, None]
-    high = tl.load(ptr + offsets + HALF * stride, mask=rest, other=0.0)
-    low, high = low.to(tl.float32), high.to(tl.float32)
-    q_scale, inverse = query_scale(tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)))
-    own = (d[:, None] // 16) == block[None, :]
-    low = query_terms(tl.where(own, low, 0.0), inverse, second)
-    high = query_terms(tl.where(own, high, 0.0), inverse, second)
-    return low, high, tl.max(tl.max(tl.reshape(q_scale, shape), 2), 0)
+def value_tile(codes_ptr, scales_ptr, first_inside, second_inside, HALF: tl.constexpr,
+               WIDTH: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """V of two tokens in each column, from pointers [COLUMNS]; see `expand` for its parts."""
+    byte, block = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 16)
+    codes_ptr = codes_ptr[None, :] + (byte * (CHUNK // 2))[:, None]
+    scales_ptr = scales_ptr[None, :] + (block * (CHUNK // 2))[:, None]
+    if HALF == WIDTH:
+        codes, words = tl.load(codes_ptr), tl.load(scales_ptr)
+    else:
+        codes = tl.load(codes_ptr, mask=(byte < HALF)[:, None], other=0)
+        words = tl.load(scales_ptr, mask=(block < HALF // 16)[:, None], other=0)
+    if MASKED:
+        words &= (tl.where(first_inside, 0xFFFF, 0) | tl.where(second_inside, -0x10000, 0))[None, :]
+    a, b, c, d = pair_scales(words)
+    a, b, c, d = repeat_rows(a, 16), repeat_rows(b, 16), repeat_rows(c, 16), repeat_rows(d, 16)
+    return expand(codes, a, b, c, d)
+
+
+@triton.jit
+def _query_part(ptr, stride, heads, valid, inverse, FIRST: tl.constexpr, END: tl.constexpr,
+                UNITS: tl.constexpr):  # fmt: skip
+    row, column = tl.arange(0, 2 * UNITS), tl.arange(0, 2 * heads.shape[0])
+    d = FIRST + row % UNITS * 2
+    own = repeat(valid.to(tl.int32), 2)[None, :] == 1
+    inside = own & ((row // UNITS)[:, None] == (column % 2)[None, :]) & (d < END)[:, None]
+    q = tl.load(ptr + repeat(heads, 2)[None, :] + (d * stride)[:, None], mask=inside, other=0.0)
+    return (q.to(tl.float32) * repeat(inverse, 2)[None, :]).to(tl.float16)
+
+
+@triton.jit
+def query_tiles(ptr, stride, heads, valid, HALF: tl.constexpr, WIDTH: tl.constexpr,
+                HEAD_DIM: tl.constexpr):  # fmt: skip
+    """Operands [WIDTH, 2 HEADS] for the parts of a K tile, and the scale that q is short of.
+
+    The first of a head's two columns meets the first of a row's tokens and is zero for the other.
+    """
+    d = tl.arange(0, 2 * WIDTH)
+    inside = valid[None, :] & (d < HEAD_DIM)[:, None]
+    q = tl.load(ptr + heads[None, :] + (d * stride)[:, None], mask=inside, other=0.0)
+    scale, inverse = query_scale(tl.max(tl.abs(q.to(tl.float32)), 0))
+    UNITS: tl.constexpr = WIDTH // 2
+    a = _query_part(ptr, stride, heads, valid, inverse, 0, HALF, UNITS)
+    b = _query_part(ptr, stride, heads, valid, inverse, 1, HALF, UNITS)
+    c = _query_part(ptr, stride, heads, valid, inverse, HALF, HEAD_DIM, UNITS)
+    d = _query_part(ptr, stride, heads, valid, inverse, HALF + 1, HEAD_DIM, UNITS)
+    return (a, b, c, d), scale

@@ -40,14 +40,15 @@ def _load(x_ptr, offsets, stride, mask):
 
 @triton.jit
 def _store(cache_ptr, page, offset, piece, first, second, mask, SIZE: tl.constexpr,
-           PAGE: tl.constexpr, BY_TOKEN: tl.constexpr):  # fmt: skip
-    """Store a piece of each item in its row of SIZE elements, or in its column of a page."""
+           CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr):  # fmt: skip
+    """Store a piece of each item in its row of SIZE elements, or in its column of a chunk."""
     x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [first.shape[0], PIECE])
     d = (piece * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
     if BY_TOKEN:
         tl.store(cache_ptr + (page + offset * SIZE)[:, None] + d, x, mask=mask[:, None])
     else:
-        tl.store(cache_ptr + (page + offset)[:, None] + d * PAGE, x, mask=mask[:, None])
+        column = page + offset // CHUNK * (CHUNK * SIZE) + offset % CHUNK
+        tl.store(cache_ptr + column[:, None] + d * CHUNK, x, mask=mask[:, None])
 
 
 @triton.jit
@@ -61,21 +62,21 @@ def _block_scales(first, second, scale):
 
 @triton.jit
 def _nvfp4_bytes(low, high, low_scale, high_scale):
-    """Bytes `S e s E E M e m` of the codes `s e e m` of low and `S E E M` of high."""
+    """Bytes `S e e m E E M s` of the codes `s e e m` of low and `S E E M` of high."""
     first = encode_e2m1(quotient(low, low_scale, E2M1_MAX))
     second = encode_e2m1(quotient(high, high_scale, E2M1_MAX))
-    codes = (first & 0x03) | ((first << 4) & 0x40) | ((second << 2) & 0x1C)
-    signs = ((float_bits(low) >> 26) & 0x20) | ((float_bits(high) >> 24) & 0x80)
+    codes = ((first << 4) & 0x70) | ((second << 1) & 0x0E)
+    signs = ((float_bits(low) >> 31) & 0x01) | ((float_bits(high) >> 24) & 0x80)
     # a scale of zero makes all codes zero, without signs
-    signed = tl.where(low_scale == 0.0, 0, 0x20) | tl.where(high_scale == 0.0, 0, 0x80)
+    signed = tl.where(low_scale == 0.0, 0, 0x01) | tl.where(high_scale == 0.0, 0, 0x80)
     return (codes | (signs & signed)).to(tl.uint8)
 
 
 @triton.jit
 def _append(
     x_ptr, cache_ptr, slot_ptr, scale_ptr, begin, num_tokens, x_strides, page_stride, slot_stride,
-    FORMAT: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
-    SIZE: tl.constexpr, HALF: tl.constexpr, BY_TOKEN: tl.constexpr,
+    FORMAT: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    PIECES: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Write K or V of a block of tokens of one head; an item is a piece of a token."""
     item = tl.arange(0, TOKENS * PIECES)
@@ -99,18 +100,22 @@ def _append(
         high_codes, high_scale = _block_scales(high0, high1, scale)
         first = _nvfp4_bytes(low0, high0, low_scale, high_scale)
         second = _nvfp4_bytes(low1, high1, low_scale, high_scale)
-        _store(cache_ptr, page, offset, piece, first, second, inside, HALF, PAGE, BY_TOKEN)
+        _store(cache_ptr, page, offset, piece, first, second, inside, HALF, CHUNK, BY_TOKEN)
         BLOCKS: tl.constexpr = HALF // PIECE
-        block_ptrs = cache_ptr + page + PAGE * HALF + offset * (2 * BLOCKS) + piece
+        if BY_TOKEN:
+            pair = offset * BLOCKS + piece
+        else:
+            pair = offset // CHUNK * (CHUNK * BLOCKS) + piece * CHUNK + offset % CHUNK
+        block_ptrs = cache_ptr + page + PAGE * HALF + 2 * pair
         tl.store(block_ptrs, low_codes, mask=inside)
-        tl.store(block_ptrs + BLOCKS, high_codes, mask=inside)
+        tl.store(block_ptrs + 1, high_codes, mask=inside)
     elif FORMAT == "fp8_e4m3":
         inside = (slot >= 0) & (piece < SIZE // PIECE)
         first, second = _load(x_ptr, x_offsets, x_strides[2], given & (piece < SIZE // PIECE))
         scale = tl.load(scale_ptr)
         first = quantize_e4m3(first, scale).to(tl.uint8, bitcast=True)
         second = quantize_e4m3(second, scale).to(tl.uint8, bitcast=True)
-        _store(cache_ptr, page, offset, piece, first, second, inside, SIZE, PAGE, BY_TOKEN)
+        _store(cache_ptr, page, offset, piece, first, second, inside, SIZE, CHUNK, BY_TOKEN)
     else:
         d = tl.arange(0, PIECE)[None, :]
         inside = ((slot >= 0) & (piece < SIZE // PIECE))[:, None]
@@ -124,9 +129,9 @@ def _append_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, num_tokens,
     k_strides, v_strides, k_cache_strides, v_cache_strides, slot_stride, k_scale_stride,
     v_scale_stride,
-    FORMAT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, SIDES: tl.constexpr,
-    TOKENS: tl.constexpr, K_PIECES: tl.constexpr, V_PIECES: tl.constexpr, K_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
+    FORMAT: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    SIDES: tl.constexpr, TOKENS: tl.constexpr, K_PIECES: tl.constexpr, V_PIECES: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
 ):  # fmt: skip
     # neighbouring programs have the heads of the same tokens, which lie side by side
     pid = tl.program_id(0).to(tl.int64)
@@ -135,14 +140,14 @@ def _append_kv(
         _append(
             k_ptr + head * k_strides[1], k_cache_ptr + head * k_cache_strides[1], slot_ptr,
             k_scale_ptr + head * k_scale_stride, begin, num_tokens, k_strides, k_cache_strides[0],
-            slot_stride, FORMAT, PAGE, TOKENS, K_PIECES, K_SIZE, K_HALF, True,
+            slot_stride, FORMAT, PAGE, CHUNK, TOKENS, K_PIECES, K_SIZE, K_HALF, True,
         )  # fmt: skip
     elif SIDES == 2:
         BY_TOKEN: tl.constexpr = FORMAT != "nvfp4" and FORMAT != "fp8_e4m3"
         _append(
             v_ptr + head * v_strides[1], v_cache_ptr + head * v_cache_strides[1], slot_ptr,
             v_scale_ptr + head * v_scale_stride, begin, num_tokens, v_strides, v_cache_strides[0],
-            slot_stride, FORMAT, PAGE, TOKENS, V_PIECES, V_SIZE, V_HALF, BY_TOKEN,
+            slot_stride, FORMAT, PAGE, CHUNK, TOKENS, V_PIECES, V_SIZE, V_HALF, BY_TOKEN,
         )  # fmt: skip
 
 
@@ -200,7 +205,8 @@ def append_kv(
             k.stride(), (0, 0, 0) if v is None else v.stride(), k_cache.stride()[:2],
             (0, 0) if v_cache is None else v_cache.stride()[:2], slot_mapping.stride(0),
             k_scales.stride(0), v_scales.stride(0),
-            FORMAT=layout.format, PAGE=layout.page_size, HEADS=heads, SIDES=sides, TOKENS=tokens,
+            FORMAT=layout.format, PAGE=layout.page_size, CHUNK=layout.chunk, HEADS=heads,
+            SIDES=sides, TOKENS=tokens,
             K_PIECES=k_pieces, V_PIECES=v_pieces, K_SIZE=layout.head_dim, V_SIZE=size,
             K_HALF=half(layout.head_dim), V_HALF=half(size),
             num_warps=max(tokens * pieces // 32, 1),

@@ -1,22 +1,27 @@
 """The bytes of a page of the KV cache.
 
 A cache is a tensor `[num_pages, num_kv_heads, elements]`; what `elements` holds, by format, with
-`half(d) = 16 * ceil(d / 32)` bytes and `blocks(d) = 2 * ceil(d / 32)` block scales:
+`half(d) = 16 * ceil(d / 32)` bytes, `pairs = half / 16` and `chunks = page_size / chunk`, where
+`chunk` is 32 tokens, or 16 if 32 do not divide the page:
 
-| format     | K                                  | V                                   |
-|------------|------------------------------------|-------------------------------------|
-| bfloat16,  | `[page_size, head_dim]`            | `[page_size, v_head_dim]`           |
-| float16    |                                    |                                     |
-| fp8_e4m3   | codes `[page_size, head_dim]`      | codes `[v_head_dim, page_size]`     |
-| nvfp4      | codes `[page_size, half]`, then    | codes `[half, page_size]`, then     |
-|            | block scales `[page_size, blocks]` | block scales `[page_size, blocks]`  |
+| format     | K                                    | V                                         |
+|------------|--------------------------------------|-------------------------------------------|
+| bfloat16,  | `[page_size, head_dim]`              | `[page_size, v_head_dim]`                 |
+| float16    |                                      |                                           |
+| fp8_e4m3   | codes `[page_size, head_dim]`        | codes `[v_head_dim, page_size]`           |
+| nvfp4      | codes `[page_size, half]`, then      | codes `[chunks, half, chunk]`, then       |
+|            | block scales `[page_size, pairs, 2]` | block scales `[chunks, pairs, chunk, 2]`  |
 
-Quantized V is token-contiguous, because tensor cores read eight-bit operands only along the
-dimension they sum over, and the sum with P runs over tokens. An NVFP4 byte holds two dimensions of
-one token, `d` and `d + half`, so that a byte has one writer and each half of the head has its own
-blocks. With s e e m the code of `d` and S E E M that of `d + half`, its bits are `S e s E E M e m`:
-the second code lies where E4M3 has these bits, and two shifts bring the first there. Block scale
-`b` covers dimensions `16 b` to `16 b + 15`. Dimensions and blocks past the head's end are zero.
+Quantized V is token-contiguous, because the sum with P runs over tokens: tensor cores read
+eight-bit operands only along the dimension they sum over, and a thread that has several tokens of a
+dimension reads their bytes at once. In NVFP4 pages it is so within a chunk, the tokens that a
+program reads at a time, whatever the page's size.
+
+An NVFP4 byte holds two dimensions of one token, `d` and `d + half`, so that a byte has one writer
+and each half of the head has its own blocks, whose scales lie in pairs. With s e e m the code of
+`d` and S E E M that of `d + half`, the byte's bits are `S e e m E E M s`: the second code lies
+where the first byte of a float16 has these bits, and two shifts bring the first there. A block
+covers 16 dimensions. Dimensions and blocks past the head's end are zero.
 """
 
 import math
@@ -30,6 +35,7 @@ PageFormat = Literal["bfloat16", "float16", "fp8_e4m3", "nvfp4"]
 SIXTEEN_BITS = ("bfloat16", "float16")
 PAGE_FORMATS = (*SIXTEEN_BITS, "fp8_e4m3", "nvfp4")
 PAGE_MULTIPLE = 16
+_CHUNK = 32
 BLOCK_SIZE = NVFP4_KV.block_size or 0
 
 
@@ -107,6 +113,11 @@ class PageLayout:
     def v_elements(self) -> int:
         """Elements of one V page of one head; bytes if quantized; 0 if shared."""
         return 0 if self.shared else self.page_size * self._row(self.value_dim)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of which V's numbers of one dimension lie side by side in a quantized page."""
+        return math.gcd(self.page_size, _CHUNK) if self.format == "nvfp4" else self.page_size
 
     @property
     def k_scales_offset(self) -> int:

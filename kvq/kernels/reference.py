@@ -65,40 +65,48 @@ def _write(
     fmt = layout.kv_format
     scales = head_scale(scale, layout.num_kv_heads, fmt, name, x)
     size = x.shape[-1]
+    at = (page, slice(None), offset // layout.chunk, offset % layout.chunk)
     if fmt is None:
-        _rows(cache, layout, 0, size, by_token=True)[page, :, offset] = x
+        _rows(cache, layout, 0, size, by_token=True)[at] = x
         return
     q = reference.quantize(x, fmt, scale=scales[:, None])
     by_token = name == "k_scale"
     if q.block_scales is None:
-        _rows(cache, layout, 0, size, by_token=by_token)[page, :, offset] = q.codes
+        _rows(cache, layout, 0, size, by_token=by_token)[at] = q.codes
         return
     codes = F.pad(q.codes, (0, 2 * half(size) - size))
     packed = _interleave(codes[..., : half(size)], codes[..., half(size) :])
-    _rows(cache, layout, 0, half(size), by_token=by_token)[page, :, offset] = packed
+    _rows(cache, layout, 0, half(size), by_token=by_token)[at] = packed
     block_scales = F.pad(q.block_scales, (0, blocks(size) - q.block_scales.shape[-1]))
-    begin = layout.page_size * half(size)
-    _rows(cache, layout, begin, blocks(size), by_token=True)[page, :, offset] = block_scales
+    for side, part in enumerate(block_scales.chunk(2, -1)):
+        _block_scales(cache, layout, size, by_token=by_token)[side][at] = part
 
 
 def _interleave(low: Tensor, high: Tensor) -> Tensor:
-    """Bytes of two E2M1 codes: `S e s E E M e m` of `s e e m` and `S E E M`."""
-    first = (low & 8) << 2 | (low & 4) << 4 | low & 3
-    return first | (high & 8) << 4 | (high & 7) << 2
+    """Bytes of two E2M1 codes: `S e e m E E M s` of `s e e m` and `S E E M`."""
+    return (high & 8) << 4 | (low & 7) << 4 | (high & 7) << 1 | low >> 3
 
 
 def _separate(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `_interleave`."""
-    low = packed >> 2 & 8 | packed >> 4 & 4 | packed & 3
-    return low, packed >> 4 & 8 | packed >> 2 & 7
+    return packed << 3 & 8 | packed >> 4 & 7, packed >> 4 & 8 | packed >> 1 & 7
 
 
 def _rows(cache: Tensor, layout: PageLayout, begin: int, size: int, *, by_token: bool) -> Tensor:
-    """View part of every page as [num_pages, num_kv_heads, page_size, size]."""
+    """View part of every page as [num_pages, num_kv_heads, chunks, chunk, size]."""
     part = cache[:, :, begin : begin + layout.page_size * size]
     if by_token:
-        return part.unflatten(-1, (layout.page_size, size))
-    return part.unflatten(-1, (size, layout.page_size)).transpose(-1, -2)
+        return part.unflatten(-1, (-1, layout.chunk, size))
+    return part.unflatten(-1, (-1, size, layout.chunk)).transpose(-1, -2)
+
+
+def _block_scales(
+    cache: Tensor, layout: PageLayout, size: int, *, by_token: bool
+) -> tuple[Tensor, Tensor]:
+    """View the block scales of every page, of the low half and of the high half of a row."""
+    begin, pairs = layout.page_size * half(size), blocks(size) // 2
+    part = cache[:, :, begin : begin + layout.page_size * 2 * pairs].unflatten(-1, (-1, 2))
+    return tuple(_rows(x, layout, 0, pairs, by_token=by_token) for x in part.unbind(-1))
 
 
 def gather_kv(
@@ -136,15 +144,14 @@ def _read(pages: Tensor, size: int, layout: PageLayout, scale: Scale, name: str)
     by_token = fmt is None or name == "k_scale"
     width = half(size) if layout.format == "nvfp4" else size
     codes = _rows(pages, layout, 0, width, by_token=by_token)
-    codes = codes.permute(0, 2, 1, 3).flatten(0, 1)  # [tokens, num_kv_heads, width]
+    codes = codes.permute(0, 2, 3, 1, 4).flatten(0, 2)  # [tokens, num_kv_heads, width]
     if fmt is None:
         return codes.float()
     block_scales = None
     if fmt.block_size is not None:
         codes = torch.cat(_separate(codes), -1)[..., :size]
-        begin = layout.page_size * width
-        block_scales = _rows(pages, layout, begin, blocks(size), by_token=True)
-        block_scales = block_scales.permute(0, 2, 1, 3).flatten(0, 1)[..., : size // BLOCK_SIZE]
+        block_scales = torch.cat(_block_scales(pages, layout, size, by_token=by_token), -1)
+        block_scales = block_scales.permute(0, 2, 3, 1, 4).flatten(0, 2)[..., : size // BLOCK_SIZE]
     return reference.dequantize(
         reference.Quantized(codes, block_scales, scales[:, None]), fmt, torch.float32
     )

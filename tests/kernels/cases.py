@@ -107,6 +107,7 @@ LAYOUTS = {
     "fp8-value": PageLayout("fp8_e4m3", 32, 2, 96, 64),
     "nvfp4": PageLayout("nvfp4", 16, 2, 128),
     "nvfp4-odd": PageLayout("nvfp4", 48, 1, 80),
+    "nvfp4-chunk": PageLayout("nvfp4", 64, 1, 64, 192),
     "mla-bfloat16": PageLayout("bfloat16", 64, 1, 576, 512, shared=True),
     "mla-fp8": PageLayout("fp8_e4m3", 16, 1, 576, 512, shared=True),
     "mla-nvfp4": PageLayout("nvfp4", 16, 1, 576, 512, shared=True),

@@ -2,7 +2,8 @@
 
 The interpreter runs kernels on the CPU in NumPy. As of Triton 3.7 it truncates and carries wrongly
 when it narrows floats, rounds twice in `fma`, and multiplies the bits of bfloat16 as integers.
-`faithful` replaces these three; what kernels compute from them is then bit-equal to the GPU's.
+`faithful` replaces these three; what kernels compute from them is then bit-equal to the GPU's. It
+also puts plain Triton in the place of the inline PTX that takes NVFP4 words apart.
 """
 
 from contextlib import contextmanager
@@ -10,8 +11,11 @@ from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+from kvq.kernels import nvfp4_tiles
 
 DTYPES = {
     tl.float32: np.float32,
@@ -48,6 +52,38 @@ def values(handle):
     return handle.data.view(DTYPES[handle.dtype.scalar]).astype(np.float32)
 
 
+@triton.jit
+def code(bits, sign):
+    """Float16 of a code whose bits E E M were brought to place, and its sign to bit 15."""
+    return (bits & 0x0E00 | sign & 0x8000).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def expand(pairs, low_first, low_second, high_first, high_second):
+    """Of bytes `S e e m E E M s` the codes `s e e m` and `S E E M`, each times its scale."""
+    pairs = pairs.to(tl.int32)
+    low = code(pairs << 5, pairs << 15), code(pairs >> 3, pairs << 7)
+    high = code(pairs << 8, pairs << 8), code(pairs, pairs)
+    return low[0] * low_first, low[1] * low_second, high[0] * high_first, high[1] * high_second
+
+
+@triton.jit
+def scale_of_byte(words, byte):
+    codes = (words >> byte * 8 & 0xFF).to(tl.uint8)
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def token_scales(words):
+    return scale_of_byte(words, 0), scale_of_byte(words, 1)
+
+
+@triton.jit
+def pair_scales(words):
+    return (scale_of_byte(words, 0), scale_of_byte(words, 2),
+            scale_of_byte(words, 1), scale_of_byte(words, 3))  # fmt: skip
+
+
 @contextmanager
 def faithful():
     """Correct the interpreter."""
@@ -64,6 +100,9 @@ def faithful():
         patch.object(interpreter, "_convert_float", convert),
         patch.object(builder, "create_fma", create_fma),
         patch.object(builder, "create_dot", create_dot),
+        patch.multiple(
+            nvfp4_tiles, expand=expand, token_scales=token_scales, pair_scales=pair_scales
+        ),
         np.errstate(all="ignore"),
     ):
         yield

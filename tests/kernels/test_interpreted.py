@@ -1,8 +1,8 @@
 """Kernels on the CPU, under Triton's interpreter as `interpreter.faithful` corrects it.
 
-Left out is what the interpreter cannot run: decode attention over NVFP4 pages and over shared
-16-bit rows, whose kernels hold inline PTX. The order of sums and `exp2` are NumPy's, so that decode
-attention is compared with the twin within its bound, as on the GPU; all else bit by bit.
+Left out is what the interpreter cannot run: decode attention over shared 16-bit rows, whose kernel
+holds inline PTX. The order of sums and `exp2` are NumPy's, so that decode attention is compared
+with the twin within its bound, as on the GPU; all else bit by bit.
 """
 
 import math
@@ -25,6 +25,9 @@ DECODED = [
     ("fp8", "fast"),
     ("fp8", "default"),
     ("fp8-value", "default"),
+    ("nvfp4", "default"),
+    ("nvfp4-odd", "exact"),
+    ("nvfp4-chunk", "fast"),
     ("mla-fp8", "default"),
     ("mla-nvfp4", "default"),
 ]

@@ -60,19 +60,33 @@ def test_nvfp4_bytes_of_one_token_by_hand():
     caches = poisoned(layout, 2)
     slots = torch.tensor([18])
     reference.append_kv(x, x, *caches, slots, layout=layout, k_scale=1.0, v_scale=1.0)
-    # bits S e s E E M e m of the codes s e e m (dimension d) and S E E M (d + 32)
-    both = 0b01011111  # 0 111 and 0 111
-    signs = 0b10111001  # 1 001 and 1 110
-    ones = [0b01000011, 0b00000011]  # 0 111 and 0 011, above padding
+    # bits S e e m E E M s of the codes s e e m (dimension d) and S E E M (d + 32)
+    both = 0b01111110  # 0 111 and 0 111
+    signs = 0b10011101  # 1 001 and 1 110
+    ones = [0b01110000, 0b00110000]  # 0 111 and 0 011, above padding
     codes = [both, signs] + [both] * 14 + ones + [ones[0]] * 14
-    scales = [0x38, 0x40, 0x28, 0x00]  # E4M3 of 1, 2, 0.25 and the padding block
+    pairs = [[0x38, 0x28], [0x40, 0x00]]  # E4M3 of 1 and 0.25, of 2 and the padding block
     k_page, v_page = caches[0][1, 0].tolist(), caches[1][1, 0].tolist()
     assert k_page[2 * 32 : 3 * 32] == codes
     assert v_page[2 : 16 * 32 : 16] == codes
-    for page in (k_page, v_page):
-        assert page[16 * 32 + 2 * 4 : 16 * 32 + 3 * 4] == scales
-        assert page.count(POISON) >= len(page) - 36
+    for i, pair in enumerate(pairs):
+        assert k_page[16 * 32 + 2 * 4 + 2 * i :][:2] == pair
+        assert v_page[16 * 32 + i * 32 + 2 * 2 :][:2] == pair
+    assert {page.count(POISON) for page in (k_page, v_page)} == {len(k_page) - 36}
     assert set(caches[0][0].flatten().tolist()) == {POISON}
+
+
+def test_a_large_nvfp4_page_holds_v_in_chunks():
+    layout = PageLayout("nvfp4", 64, 1, 32)
+    x = torch.full((1, 1, 32), 6.0)
+    x[..., 16:] = 12.0
+    caches = poisoned(layout, 1)
+    reference.append_kv(x, x, *caches, torch.tensor([33]), layout=layout, k_scale=1.0, v_scale=1.0)
+    page = caches[1][0, 0]
+    codes, scales = page[: 64 * 16].view(2, 16, 32), page[64 * 16 :].view(2, 1, 32, 2)
+    assert codes[1, :, 1].tolist() == [0b01111110] * 16
+    assert scales[1, 0, 1].tolist() == [0x38, 0x40]
+    assert int((page != POISON).sum()) == 18
 
 
 @ALL
@@ -103,7 +117,8 @@ def test_a_block_of_shared_rows_keeps_its_scale():
     q = quantize(case.k, NVFP4_KV, scale=case.scales["k_scale"][:, None])
     begin = layout.k_scales_offset + int(case.slots[3]) % 16 * 36
     page = int(case.slots[3]) // 16
-    assert torch.equal(case.k_cache[page, 0, begin : begin + 36], q.block_scales[3, 0])
+    pairs = case.k_cache[page, 0, begin : begin + 36].view(18, 2)
+    assert torch.equal(pairs.T.flatten(), q.block_scales[3, 0])
 
 
 @ALL
