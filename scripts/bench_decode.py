@@ -35,7 +35,7 @@ SHAPES = {  # batch, query heads, KV heads, tokens; head_dim 128
 }
 HEAD_DIM = 128
 SPLITS = (1, 2, 4, 8, 16, 32)
-VARIANTS = {"bfloat16": ("default",)}
+VARIANTS = {"bfloat16": ("default",), "nvfp4": ("exact",)}  # where all are the same
 L2_TIMES = 4
 BOUNDS = {"fast": 4e-2, "default": 1e-2, "exact": 3e-3}
 
