@@ -14,9 +14,14 @@ MAGIC = tl.constexpr(1.5 * 2**23)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 SIGN_BITS = tl.constexpr(-0x80000000)
-# adding 2**22 times a spacing of 0.5 rounds to that spacing; with 3 more, the last three bits of
-# the sum and its bits from 22 on add up to an E2M1 code
-E2M1_MAGIC = tl.constexpr(2.0**22 + 3.0)
+# of a number below 8, bits that leave 4.0, 2.0 or next to nothing
+BINADE_BITS = tl.constexpr(0x40800000)
+# magic plus slope times these is 18, 12 or 6 times 2**20: there float32 has spacings 2, 1 and 0.5
+E2M1_MAGIC = tl.constexpr(1.5 * 2.0**22)
+E2M1_MAGIC_SLOPE = tl.constexpr(0.75 * 2.0**22)
+# between them `reciprocal_terms` neither overflow nor lose bits, whatever the block scale
+SHORT_SCALE_MIN = tl.constexpr(2.0**-100)
+SHORT_SCALE_MAX = tl.constexpr(2.0**90)
 
 
 @triton.jit
@@ -27,24 +32,12 @@ def round_e4m3(x):
 
 
 @triton.jit
-def _e2m1_spacing(y):
-    """Spacing of E2M1 at a magnitude, in halves: 1 below 2, 2 below 4, 4 above."""
-    bits = tl.maximum(y, 1.0).to(tl.int32, bitcast=True) & INFINITY_BITS
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def round_e2m1(y):
-    """E2M1 magnitudes as float32, of magnitudes up to its largest number; NaN stays."""
-    spacing = _e2m1_spacing(y)
-    return tl.fma(spacing, -E2M1_MAGIC, tl.fma(spacing, E2M1_MAGIC, y))
-
-
-@triton.jit
-def encode_e2m1(y):
-    """E2M1 codes in the low three bits of int32, others above, of magnitudes as above."""
-    rounded = tl.fma(_e2m1_spacing(y), E2M1_MAGIC, y).to(tl.int32, bitcast=True)
-    return rounded + (rounded >> 22)
+def round_e2m1(y, UNIT: tl.constexpr = 1.0):
+    """E2M1 magnitudes times a power of two, as float32, of magnitudes below 7; NaN stays."""
+    binade = (y.to(tl.int32, bitcast=True) & BINADE_BITS).to(tl.float32, bitcast=True)
+    # adding and taking away a number whose neighbours are the spacing apart
+    magic = tl.fma(binade, -E2M1_MAGIC_SLOPE * UNIT, -E2M1_MAGIC * UNIT)
+    return tl.fma(tl.fma(magic, -1.0 / UNIT, y), UNIT, magic)
 
 
 @triton.jit
@@ -62,7 +55,7 @@ def magnitude_bits(x):
 @triton.jit
 def magnitude(x):
     """Take the sign of x away, as float32."""
-    return magnitude_bits(x).to(tl.float32, bitcast=True)
+    return tl.abs(x.to(tl.float32))
 
 
 @triton.jit
@@ -90,11 +83,66 @@ def largest(x, axis: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_block_scale(amax, scale):
-    """E4M3 block scale of a block's largest magnitude; NaN if that is."""
+def nvfp4_block_scale(amax, scale, SHORT: tl.constexpr = False):
+    """E4M3 block scale of a block's largest magnitude; NaN if that is.
+
+    SHORT: the block is of 16-bit numbers. A sixth of one is never halfway between two of float32,
+    subnormal ones included, so that one correction rounds it.
+    """
     amax = tl.minimum(amax, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
-    amax = tl.div_rn(amax, tl.zeros_like(amax) + E2M1_MAX)
-    return quotient(amax, scale, E4M3_MAX).to(tl.float8e4nv)
+    if SHORT:
+        sixth = amax * (1.0 / E2M1_MAX)
+        sixth = tl.fma(tl.fma(sixth, -E2M1_MAX, amax), 1.0 / E2M1_MAX, sixth)
+    else:
+        sixth = tl.div_rn(amax, tl.zeros_like(amax) + E2M1_MAX)
+    return quotient(sixth, scale, E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def _near_reciprocal(m):
+    """1 / m within one unit in the last place, of normal m whose reciprocal is."""
+    # exact for powers of two, an eighth too large at most; each step leaves the error's cube
+    r = ((254 << 23) - m.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    e = tl.fma(r, -m, 1.0)
+    r = tl.fma(r, tl.fma(e, e, e), r)
+    e = tl.fma(r, -m, 1.0)
+    return tl.fma(r, tl.fma(e, e, e), r)
+
+
+@triton.jit
+def reciprocal(m):
+    """1 / m, correctly rounded, of normal m whose reciprocal is; tests try all significands."""
+    r = _near_reciprocal(m)
+    return tl.fma(r, tl.fma(r, -m, 1.0), r)
+
+
+@triton.jit
+def reciprocal_terms(divisor):
+    """Two float32 whose sum is 1 / divisor within 2**-47; zero where the divisor is.
+
+    The divisor is float32 and `SHORT_SCALE_MIN` to `SHORT_SCALE_MAX` times a block scale.
+    """
+    r = _near_reciprocal(divisor)
+    e = tl.fma(r, -divisor, 1.0)
+    rest = r * tl.fma(e, e, e)
+    zero = divisor == 0.0
+    return tl.where(zero, 0.0, r), tl.where(zero, 0.0, rest)
+
+
+@triton.jit
+def short_quotient(x, reciprocal, rest, LIMIT: tl.constexpr):
+    """As `quotient`, of float32 x with at most 11 significant bits and the terms of a reciprocal.
+
+    Within 2**-46 of the quotient before its only rounding, which is enough: see there.
+    """
+    # infinity times terms of opposite signs is NaN, for which minimum takes the other
+    return tl.minimum(tl.abs(tl.fma(x, reciprocal, x * rest)), LIMIT)
+
+
+@triton.jit
+def inverse_power(x):
+    """The power of two that brings positive x to [1, 2), or below one where it is subnormal."""
+    return ((254 - (x.to(tl.int32, bitcast=True) >> 23)) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -112,13 +160,9 @@ def quotient(x, divisor, LIMIT: tl.constexpr):
     over a float32 is 2**-40 from there; but for a power of two over one less a unit, whose q is
     within one unit at first.
     """
-    # the divisor times a power of two: in [1, 2), or below one where it is subnormal
-    inverse = (254 - (divisor.to(tl.int32, bitcast=True) >> 23)) << 23
-    inverse = inverse.to(tl.float32, bitcast=True)
+    inverse = inverse_power(divisor)
     m = divisor * inverse
-    # one step from an approximate reciprocal rounds it, as CUDA's own `rcp.rn` does
-    r = 1.0 / m
-    r = tl.where(divisor == 0.0, 0.0, tl.fma(tl.fma(r, -m, 1.0), r, r))
+    r = tl.where(divisor == 0.0, 0.0, reciprocal(m))
     a = magnitude(x) * inverse
     a = tl.minimum(a, m * LIMIT, propagate_nan=tl.PropagateNan.ALL)
     q = a * r

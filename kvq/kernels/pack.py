@@ -5,6 +5,7 @@ both give. Where a page is token-contiguous neighbouring threads have neighbouri
 bytes are one run if their slots are, wherever in a page it begins.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,63 +14,129 @@ from kvq.kernels.checks import Scale, check_append, check_caches, head_scale
 from kvq.kernels.launch import check_device, on_device
 from kvq.kernels.numerics import (
     E2M1_MAX,
-    encode_e2m1,
-    float_bits,
+    SHORT_SCALE_MAX,
+    SHORT_SCALE_MIN,
+    inverse_power,
     larger,
     largest,
     magnitude,
     nvfp4_block_scale,
     quantize_e4m3,
     quotient,
+    reciprocal_terms,
+    round_e2m1,
+    short_quotient,
+    sign_bits,
+    with_sign,
 )
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
 
 _TOKENS = 32  # of a program, as many as a warp has threads
 _MOST_THREADS = 256
+_REGISTERS = 48  # of a thread: as many as 16-bit x needs in NVFP4 pages, and no more
 PIECE = tl.constexpr(BLOCK_SIZE)
 
 
 @triton.jit
-def _load(x_ptr, offsets, stride, mask):
-    """Load a piece of each item in two parts, each what a thread loads at once of 16-bit x."""
+def _load(x_ptr, offsets, stride, piece, PIECES: tl.constexpr, GIVEN: tl.constexpr):
+    """Load a piece of each item in two parts, each what a thread loads at once of 16-bit x.
+
+    Pieces from GIVEN on, of PIECES, are zero.
+    """
     PART: tl.constexpr = PIECE // 2
     pointers = x_ptr + offsets[:, None] + (tl.arange(0, PART) * stride)[None, :]
-    first = tl.load(pointers, mask=mask[:, None], other=0.0)
-    return first, tl.load(pointers + PART * stride, mask=mask[:, None], other=0.0)
+    if GIVEN == PIECES:
+        first = tl.load(pointers)
+        second = tl.load(pointers + PART * stride)
+    else:
+        mask = (piece < GIVEN)[:, None]
+        first = tl.load(pointers, mask=mask, other=0.0)
+        second = tl.load(pointers + PART * stride, mask=mask, other=0.0)
+    return first, second
 
 
 @triton.jit
-def _store(cache_ptr, page, offset, piece, first, second, mask, SIZE: tl.constexpr,
-           CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr):  # fmt: skip
+def _store(page_ptrs, offset, piece, first, second, mask, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+           BY_TOKEN: tl.constexpr):  # fmt: skip
     """Store a piece of each item in its row of SIZE elements, or in its column of a chunk."""
     x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [first.shape[0], PIECE])
-    d = (piece * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    d = tl.arange(0, PIECE)[None, :]
     if BY_TOKEN:
-        tl.store(cache_ptr + (page + offset * SIZE)[:, None] + d, x, mask=mask[:, None])
+        page_ptrs += offset * SIZE + piece * PIECE
     else:
-        column = page + offset // CHUNK * (CHUNK * SIZE) + offset % CHUNK
-        tl.store(cache_ptr + column[:, None] + d * CHUNK, x, mask=mask[:, None])
+        page_ptrs += offset // CHUNK * (CHUNK * SIZE) + offset % CHUNK + piece * (PIECE * CHUNK)
+        d *= CHUNK
+    tl.store(page_ptrs[:, None] + d, x, mask=mask[:, None])
 
 
 @triton.jit
 def _block_scales(first, second, scale):
-    """Codes of the block scales [ITEMS], and the effective scales [ITEMS, 1]."""
+    """E4M3 block scales [ITEMS], and the effective scales [ITEMS, 1]."""
     amax = largest(larger(magnitude(first), magnitude(second)), 1)
-    block_scale = nvfp4_block_scale(amax, scale)
-    effective = (block_scale.to(tl.float32) * scale)[:, None]
-    return block_scale.to(tl.uint8, bitcast=True), effective
+    block_scale = nvfp4_block_scale(amax, scale, first.dtype != tl.float32)
+    return block_scale, (block_scale.to(tl.float32) * scale)[:, None]
 
 
 @triton.jit
-def _nvfp4_bytes(low, high, low_scale, high_scale):
-    """Bytes `S e e m E E M s` of the codes `s e e m` of low and `S E E M` of high."""
-    first = encode_e2m1(quotient(low, low_scale, E2M1_MAX))
-    second = encode_e2m1(quotient(high, high_scale, E2M1_MAX))
-    codes = ((first << 4) & 0x70) | ((second << 1) & 0x0E)
-    signs = ((float_bits(low) >> 31) & 0x01) | ((float_bits(high) >> 24) & 0x80)
-    # a scale of zero makes all codes zero, without signs
-    signed = tl.where(low_scale == 0.0, 0, 0x01) | tl.where(high_scale == 0.0, 0, 0x80)
-    return (codes | (signs & signed)).to(tl.uint8)
+def _words(x):
+    """Each four bytes of [ITEMS, N], the first lowest, as one int32 of [ITEMS, N // 4]."""
+    N: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x.to(tl.int32), [x.shape[0], N // 2, 2]))
+    even, odd = tl.split(tl.reshape(even | (odd << 8), [x.shape[0], N // 4, 2]))
+    return even | (odd << 16)
+
+
+@triton.jit
+def _bytes(x):
+    """Undo `_words`."""
+    shifts = (tl.arange(0, 4) * 8)[None, None, :]
+    return tl.reshape((x[:, :, None] >> shifts).to(tl.uint8), [x.shape[0], 4 * x.shape[1]])
+
+
+@triton.jit
+def _codes(x, effective, unit):
+    """E2M1 codes `s e e m` of x / effective, as words of bytes `s 0 0 0 e e m 0`.
+
+    These are the E5M2 codes of 2**-14 of their numbers: one instruction makes two of them.
+    """
+    if x.dtype == tl.float32:
+        y = quotient(x, effective, E2M1_MAX)
+    else:
+        reciprocal, rest = reciprocal_terms(effective * unit)
+        y = short_quotient(x.to(tl.float32) * unit, reciprocal, rest, E2M1_MAX)
+    y = with_sign(round_e2m1(y, 2**-14), sign_bits(x, effective))
+    return _words(y.to(tl.float8e5).to(tl.uint8, bitcast=True))
+
+
+@triton.jit
+def _interleave(low, high):
+    """Bytes `S e e m E E M s` of words of `s 0 0 0 e e m 0` and `S 0 0 0 E E M 0`."""
+    word = (high & ~0x70707070) | ((low << 3) & 0x70707070)
+    return _bytes((word & ~0x01010101) | ((low >> 7) & 0x01010101))
+
+
+@triton.jit
+def _append_nvfp4(
+    low, high, page_ptrs, offset, piece, inside, scale, unit, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Write a piece of each half of a head, both in two parts; SIZE bytes are a token's.
+
+    16-bit x and the scales are multiplied by unit, a power of two, before they are divided.
+    """
+    low_codes, low_scale = _block_scales(low[0], low[1], scale)
+    high_codes, high_scale = _block_scales(high[0], high[1], scale)
+    first = _interleave(_codes(low[0], low_scale, unit), _codes(high[0], high_scale, unit))
+    second = _interleave(_codes(low[1], low_scale, unit), _codes(high[1], high_scale, unit))
+    _store(page_ptrs, offset, piece, first, second, inside, SIZE, CHUNK, BY_TOKEN)
+    BLOCKS: tl.constexpr = SIZE // PIECE
+    if BY_TOKEN:
+        pair = offset * BLOCKS + piece
+    else:
+        pair = offset // CHUNK * (CHUNK * BLOCKS) + piece * CHUNK + offset % CHUNK
+    block_ptrs = page_ptrs + PAGE * SIZE + 2 * pair
+    tl.store(block_ptrs, low_codes.to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(block_ptrs + 1, high_codes.to(tl.uint8, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -81,47 +148,50 @@ def _append(
     """Write K or V of a block of tokens of one head; an item is a piece of a token."""
     item = tl.arange(0, TOKENS * PIECES)
     if BY_TOKEN:
-        token, piece = begin + item // PIECES, item % PIECES
+        token, piece = item // PIECES, item % PIECES
     else:
-        token, piece = begin + item % TOKENS, item // TOKENS
-    given = token < num_tokens
-    slot = tl.load(slot_ptr + token * slot_stride, mask=given, other=-1).to(tl.int64)
-    page, offset = slot // PAGE * page_stride, slot % PAGE
-    x_offsets = token * x_strides[0] + piece * PIECE * x_strides[2]
+        token, piece = item % TOKENS, item // TOKENS
+    given = tl.minimum(num_tokens - begin, TOKENS).to(tl.int32)
+    inside = token < given
+    token = tl.minimum(token, given - 1).to(tl.int64)  # so that loads need no mask
+    slot = tl.load(slot_ptr + (begin + token) * slot_stride)
+    inside &= slot >= 0
+    # what a negative slot gives is not used, and numbers without a sign divide in a shift
+    slot = slot.to(tl.uint64)
+    page_ptrs = cache_ptr + (slot // PAGE).to(tl.int64) * page_stride
+    offset = (slot % PAGE).to(tl.int32)
+    x_ptr += begin * x_strides[0]
+    x_offsets = token * x_strides[0] + (piece * PIECE).to(tl.int64) * x_strides[2]
     # x is read without waiting for the slots, of padding too
     if FORMAT == "nvfp4":
-        inside = (slot >= 0) & (piece < HALF // PIECE)
-        low0, low1 = _load(x_ptr, x_offsets, x_strides[2], given & (piece < HALF // PIECE))
+        LOW: tl.constexpr = HALF // PIECE
+        low = _load(x_ptr, x_offsets, x_strides[2], piece, PIECES, LOW)
         x_offsets += HALF * x_strides[2]
-        rest = given & (piece < (SIZE - HALF) // PIECE)
-        high0, high1 = _load(x_ptr, x_offsets, x_strides[2], rest)
+        high = _load(x_ptr, x_offsets, x_strides[2], piece, PIECES, (SIZE - HALF) // PIECE)
+        if LOW != PIECES:
+            inside &= piece < LOW
         scale = tl.load(scale_ptr)
-        low_codes, low_scale = _block_scales(low0, low1, scale)
-        high_codes, high_scale = _block_scales(high0, high1, scale)
-        first = _nvfp4_bytes(low0, high0, low_scale, high_scale)
-        second = _nvfp4_bytes(low1, high1, low_scale, high_scale)
-        _store(cache_ptr, page, offset, piece, first, second, inside, HALF, CHUNK, BY_TOKEN)
-        BLOCKS: tl.constexpr = HALF // PIECE
-        if BY_TOKEN:
-            pair = offset * BLOCKS + piece
+        # a branch, since few scales need a unit; before it all of x is asked for
+        if (scale >= SHORT_SCALE_MIN) & (scale <= SHORT_SCALE_MAX):
+            _append_nvfp4(low, high, page_ptrs, offset, piece, inside, scale, 1.0, HALF, PAGE,
+                          CHUNK, BY_TOKEN)  # fmt: skip
         else:
-            pair = offset // CHUNK * (CHUNK * BLOCKS) + piece * CHUNK + offset % CHUNK
-        block_ptrs = cache_ptr + page + PAGE * HALF + 2 * pair
-        tl.store(block_ptrs, low_codes, mask=inside)
-        tl.store(block_ptrs + 1, high_codes, mask=inside)
+            _append_nvfp4(low, high, page_ptrs, offset, piece, inside, scale, inverse_power(scale),
+                          HALF, PAGE, CHUNK, BY_TOKEN)  # fmt: skip
     elif FORMAT == "fp8_e4m3":
-        inside = (slot >= 0) & (piece < SIZE // PIECE)
-        first, second = _load(x_ptr, x_offsets, x_strides[2], given & (piece < SIZE // PIECE))
+        first, second = _load(x_ptr, x_offsets, x_strides[2], piece, PIECES, SIZE // PIECE)
+        if SIZE // PIECE != PIECES:
+            inside &= piece < SIZE // PIECE
         scale = tl.load(scale_ptr)
         first = quantize_e4m3(first, scale).to(tl.uint8, bitcast=True)
         second = quantize_e4m3(second, scale).to(tl.uint8, bitcast=True)
-        _store(cache_ptr, page, offset, piece, first, second, inside, SIZE, CHUNK, BY_TOKEN)
+        _store(page_ptrs, offset, piece, first, second, inside, SIZE, CHUNK, BY_TOKEN)
     else:
+        inside = (inside & (piece < SIZE // PIECE))[:, None]
         d = tl.arange(0, PIECE)[None, :]
-        inside = ((slot >= 0) & (piece < SIZE // PIECE))[:, None]
-        x = tl.load(x_ptr + x_offsets[:, None] + d * x_strides[2], mask=inside, other=0.0)
-        row = page + offset * SIZE + piece * PIECE
-        tl.store(cache_ptr + row[:, None] + d, x, mask=inside)
+        x = tl.load((x_ptr + x_offsets)[:, None] + d * x_strides[2], mask=inside, other=0.0)
+        row_ptrs = page_ptrs + offset * SIZE + piece * PIECE
+        tl.store(row_ptrs[:, None] + d, x, mask=inside)
 
 
 @triton.jit
@@ -199,6 +269,7 @@ def append_kv(
     pieces = max(k_pieces, v_pieces)
     tokens = min(_TOKENS, max(_MOST_THREADS // pieces, 1))
     sides = 1 if v is None else 2
+    registers = _REGISTERS if layout.format == "nvfp4" and k.dtype != torch.float32 else None
     with on_device(k):
         _append_kv[(triton.cdiv(k.shape[0], tokens) * heads * sides,)](
             k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, k.shape[0],
@@ -206,8 +277,7 @@ def append_kv(
             (0, 0) if v_cache is None else v_cache.stride()[:2], slot_mapping.stride(0),
             k_scales.stride(0), v_scales.stride(0),
             FORMAT=layout.format, PAGE=layout.page_size, CHUNK=layout.chunk, HEADS=heads,
-            SIDES=sides, TOKENS=tokens,
-            K_PIECES=k_pieces, V_PIECES=v_pieces, K_SIZE=layout.head_dim, V_SIZE=size,
-            K_HALF=half(layout.head_dim), V_HALF=half(size),
-            num_warps=max(tokens * pieces // 32, 1),
+            SIDES=sides, TOKENS=tokens, K_PIECES=k_pieces, V_PIECES=v_pieces,
+            K_SIZE=layout.head_dim, V_SIZE=size, K_HALF=half(layout.head_dim), V_HALF=half(size),
+            num_warps=max(tokens * pieces // 32, 1), maxnreg=registers,
         )  # fmt: skip

@@ -1,9 +1,10 @@
 """Triton's interpreter with the arithmetic of the hardware where its own differs.
 
 The interpreter runs kernels on the CPU in NumPy. As of Triton 3.7 it truncates and carries wrongly
-when it narrows floats, rounds twice in `fma`, and multiplies the bits of bfloat16 as integers.
-`faithful` replaces these three; what kernels compute from them is then bit-equal to the GPU's. It
-also puts plain Triton in the place of the inline PTX that takes NVFP4 words apart.
+when it narrows floats, rounds twice in `fma`, multiplies the bits of bfloat16 as integers, and
+finds NaN the minimum of NaN and a number. `faithful` replaces these four; what kernels compute from
+them is then bit-equal to the GPU's. It also puts plain Triton in the place of the inline PTX that
+takes NVFP4 words apart.
 """
 
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ DTYPES = {
     tl.float16: np.float16,
     tl.bfloat16: ml_dtypes.bfloat16,
     tl.float8e4nv: ml_dtypes.float8_e4m3fn,
+    tl.float8e5: ml_dtypes.float8_e5m2,
 }
 
 
@@ -95,11 +97,15 @@ def faithful():
     def create_dot(_, a, b, acc, _precision, _imprecise):
         return handle(values(a) @ values(b) + acc.data, acc.dtype.scalar)
 
+    def create_minnumf(_, x, y):
+        return handle(np.fmin(x.data, y.data), x.dtype.scalar)
+
     builder = interpreter.InterpreterBuilder
     with (
         patch.object(interpreter, "_convert_float", convert),
         patch.object(builder, "create_fma", create_fma),
         patch.object(builder, "create_dot", create_dot),
+        patch.object(builder, "create_minnumf", create_minnumf),
         patch.multiple(
             nvfp4_tiles, expand=expand, token_scales=token_scales, pair_scales=pair_scales
         ),
