@@ -59,12 +59,6 @@ def _tile(
                           query[0].shape[0], MASKED)  # fmt: skip
     products = tl.dot(b, query[1], tl.dot(a, query[0]))
     products = tl.dot(d, query[3], tl.dot(c, query[2], products))
-    products = tl.permute(tl.reshape(products, [TILE // 2, HEADS, 2]), (0, 2, 1))
-    x = logits(tl.reshape(products, [TILE, HEADS]), scale, softcap, slopes,
-               start + tl.arange(0, TILE), first, seq_len, SOFTCAP, ALIBI, MASKED)  # fmt: skip
-    running_max, factor = advance(x, running_max)
-    p = tl.exp2(x - (running_max - SHIFT)[None, :])
-    total = total * factor[None, :] + p
 
     column = token // CHUNK * (V_HALF * CHUNK // 2) + token % CHUNK // 2
     codes_ptr = v_ptr + (page * v_page_stride + begin * V_HALF) // 2 + column
@@ -72,12 +66,20 @@ def _tile(
     column = token // CHUNK * (V_HALF * CHUNK // 32) + token % CHUNK // 2
     scales_ptr = v_scales_ptr + (page * v_page_stride + begin * (V_HALF // 8)) // 4 + column
     scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, 16), CHUNK // 2)
-    a, b, c, d = value_tile(codes_ptr, scales_ptr, first_inside, second_inside, V_HALF,
-                            low_acc.shape[0], CHUNK, MASKED)  # fmt: skip
+    # before the softmax, whose steps wait for each other
+    v = value_tile(codes_ptr, scales_ptr, first_inside, second_inside, V_HALF, low_acc.shape[0],
+                   CHUNK, MASKED)  # fmt: skip
+
+    products = tl.permute(tl.reshape(products, [TILE // 2, HEADS, 2]), (0, 2, 1))
+    x = logits(tl.reshape(products, [TILE, HEADS]), scale, softcap, slopes,
+               start + tl.arange(0, TILE), first, seq_len, SOFTCAP, ALIBI, MASKED)  # fmt: skip
+    running_max, factor = advance(x, running_max)
+    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    total = total * factor[None, :] + p
     first_p, second_p = _weights(p, PADDING)
     factors = repeat(factor, PADDING)[None, :]
-    low_acc = tl.dot(b, second_p, tl.dot(a, first_p, low_acc * factors))
-    high_acc = tl.dot(d, second_p, tl.dot(c, first_p, high_acc * factors))
+    low_acc = tl.dot(v[1], second_p, tl.dot(v[0], first_p, low_acc * factors))
+    high_acc = tl.dot(v[3], second_p, tl.dot(v[2], first_p, high_acc * factors))
     return low_acc, high_acc, running_max, total
 
 
