@@ -57,8 +57,8 @@ def _tile(
         scales_ptr = tl.multiple_of(scales_ptr, 16)
     a, b, c, d = key_tile(codes_ptr, scales_ptr, first_inside, second_inside, K_HALF,
                           query[0].shape[0], MASKED)  # fmt: skip
-    products = tl.dot(b, query[1], tl.dot(a, query[0]))
-    products = tl.dot(d, query[3], tl.dot(c, query[2], products))
+    # two sums, since each product waits for the one before in its sum
+    products = tl.dot(b, query[1], tl.dot(a, query[0])) + tl.dot(d, query[3], tl.dot(c, query[2]))
 
     column = token // CHUNK * (V_HALF * CHUNK // 2) + token % CHUNK // 2
     codes_ptr = v_ptr + (page * v_page_stride + begin * V_HALF) // 2 + column
