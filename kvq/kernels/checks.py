@@ -200,8 +200,8 @@ def check_simulation(simulate: Simulation | None, layout: PageLayout) -> None:
         return
     require(
         layout.kv_format is None,
-        f"P and V are simulated over 16-bit pages, found {layout.format}: these hold quantized V, "
-        'and `variant="fast"` rounds P to E4M3',
+        f"P and V are simulated over 16-bit pages, found {layout.format}: these hold quantized V"
+        + (', and `variant="fast"` rounds P to E4M3' if layout.format == "fp8_e4m3" else ""),
         "simulation",
     )
     require(

@@ -22,7 +22,6 @@ from kvq.kernels.decode_fp8 import SHIFT as FP8_SHIFT
 from kvq.kernels.decode_fp8 import decode_fp8
 from kvq.kernels.decode_half import SHIFT as HALF_SHIFT
 from kvq.kernels.decode_half import decode_half
-from kvq.kernels.decode_nvfp4 import SHIFT as NVFP4_SHIFT
 from kvq.kernels.decode_nvfp4 import decode_nvfp4
 from kvq.kernels.decode_shared import SHIFT as SHARED_SHIFT
 from kvq.kernels.decode_shared import decode_shared
@@ -99,10 +98,10 @@ def _nvfp4_plan(layout: PageLayout, heads: int, common: dict[str, Any]) -> Plan:
     }  # fmt: skip
     if heads == 4 and not wide:
         constants["maxnreg"] = 168  # of 65536, for 12 warps
-        return Plan(decode_nvfp4, constants, 32, heads, 1, NVFP4_SHIFT.value, 12)
+        return Plan(decode_nvfp4, constants, 32, heads, 1, 0, 12)
     tile = 64 if heads == 8 and not wide else 32
     per_sm = 6 if heads == 8 and wide else 8
-    return Plan(decode_nvfp4, constants, tile, heads, 1, NVFP4_SHIFT.value, per_sm)
+    return Plan(decode_nvfp4, constants, tile, heads, 1, 0, per_sm)
 
 
 def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:

@@ -15,6 +15,7 @@ from kvq.kernels.softmax import (
     logits,
     split_range,
     store_split,
+    weights_of,
 )
 
 SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal numbers
@@ -85,7 +86,7 @@ def _tile(
         products = leading + rest
     x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
     running_max, factor = advance(x, running_max)
-    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
     run: tl.constexpr = 16 if PAGE % TILE else TILE
     v_column = tl.max_contiguous(tl.multiple_of(page * v_page_stride + offset, run), run)

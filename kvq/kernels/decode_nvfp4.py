@@ -9,9 +9,18 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.nvfp4_tiles import key_tile, query_tiles, repeat, value_tile
-from kvq.kernels.softmax import NOTHING, advance, find_pages, logits, split_range, store_split
+from kvq.kernels.softmax import (
+    NOTHING,
+    advance,
+    find_pages,
+    logits,
+    split_range,
+    store_split,
+    weights_of,
+)
 
 SHIFT = tl.constexpr(15)  # P is at most 2**15, so that small weights are normal float16 numbers
+UNSHIFT = tl.constexpr(2.0**-15)
 CODE_SCALE = tl.constexpr(2.0**14)  # what `expand` leaves numbers short of
 
 
@@ -62,10 +71,10 @@ def _tile(
 
     column = token // CHUNK * (V_HALF * CHUNK // 2) + token % CHUNK // 2
     codes_ptr = v_ptr + (page * v_page_stride + begin * V_HALF) // 2 + column
-    codes_ptr = tl.max_contiguous(tl.multiple_of(codes_ptr, 16), CHUNK // 2)
+    codes_ptr = tl.max_contiguous(tl.multiple_of(codes_ptr, 16), 8)  # 16 tokens stay together
     column = token // CHUNK * (V_HALF * CHUNK // 32) + token % CHUNK // 2
     scales_ptr = v_scales_ptr + (page * v_page_stride + begin * (V_HALF // 8)) // 4 + column
-    scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, 16), CHUNK // 2)
+    scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, 16), 8)
     # before the softmax, whose steps wait for each other
     v = value_tile(codes_ptr, scales_ptr, first_inside, second_inside, V_HALF, low_acc.shape[0],
                    CHUNK, MASKED)  # fmt: skip
@@ -74,7 +83,7 @@ def _tile(
     x = logits(tl.reshape(products, [TILE, HEADS]), scale, softcap, slopes,
                start + tl.arange(0, TILE), first, seq_len, SOFTCAP, ALIBI, MASKED)  # fmt: skip
     running_max, factor = advance(x, running_max)
-    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
     first_p, second_p = _weights(p, PADDING)
     factors = repeat(factor, PADDING)[None, :]
@@ -109,8 +118,8 @@ def decode_nvfp4(
         q_ptr + batch * q_strides[0], q_strides[2], heads * q_strides[1], valid, K_HALF, K_WIDTH,
         HEAD_DIM,
     )  # fmt: skip
-    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride) * CODE_SCALE
-    scale = q_scale * (k_scale * softmax_scale)
+    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
+    scale = q_scale * (k_scale * (softmax_scale * CODE_SCALE))
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
     COLUMNS: tl.constexpr = HEADS if HEADS >= 8 else 2 * HEADS
@@ -140,8 +149,8 @@ def decode_nvfp4(
             table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, PAGE, CHUNK, TILE,
             SOFTCAP, ALIBI, True,
         )  # fmt: skip
-    v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride) * CODE_SCALE
-    total = tl.sum(total, 0)
+    v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride) * (CODE_SCALE * UNSHIFT)
+    total = tl.sum(total, 0) * UNSHIFT
     for part in tl.static_range(2):
         acc = low_acc if part == 0 else high_acc
         if COLUMNS > HEADS:
@@ -150,5 +159,5 @@ def decode_nvfp4(
             acc * v_scale, running_max, total, batch, heads, valid, split, num_splits, begin < end,
             out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, part * V_HALF,
             V_HALF if part == 0 else VALUE_DIM,
-            KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+            KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, 0,
         )  # fmt: skip

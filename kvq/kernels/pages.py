@@ -14,8 +14,8 @@ A cache is a tensor `[num_pages, num_kv_heads, elements]`; what `elements` holds
 
 Quantized V is token-contiguous, because the sum with P runs over tokens: tensor cores read
 eight-bit operands only along the dimension they sum over, and a thread that has several tokens of a
-dimension reads their bytes at once. In NVFP4 pages it is so within a chunk, the tokens that a
-program reads at a time, whatever the page's size.
+dimension reads their bytes at once. In NVFP4 pages it is so within a chunk, the fewest tokens that
+a program reads at a time, whatever the page's size.
 
 An NVFP4 byte holds two dimensions of one token, `d` and `d + half`, so that a byte has one writer
 and each half of the head has its own blocks, whose scales lie in pairs. With s e e m the code of

@@ -72,6 +72,16 @@ def advance(x, running_max):
 
 
 @triton.jit
+def weights_of(x, running_max, SHIFT: tl.constexpr):
+    """P [TILE, HEADS] times 2**SHIFT and not above that; NaN stays.
+
+    Where logits are so large that their differences are rounded it would be, and might overflow.
+    """
+    exponent = x - (running_max - SHIFT)[None, :]
+    return tl.exp2(tl.minimum(exponent, SHIFT, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def with_sink(total, running_max, heads, valid, sinks_ptr, SHIFT: tl.constexpr):
     """Add each head's sink, a logit without a value, to the sum of weights."""
     sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0)

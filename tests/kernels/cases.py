@@ -13,6 +13,11 @@ POISON = 0x7F  # NaN as an E4M3 code, as a block scale and, twice, as bfloat16 a
 BOUNDS = {"fast": 4e-2, "default": 3e-3, "exact": 3e-3}
 
 
+def bound_of(layout, variant):
+    """Relative L2 error that decode attention may have on random data."""
+    return BOUNDS["exact" if layout.format == "nvfp4" else variant]
+
+
 def poisoned(layout, num_pages, device="cpu"):
     """Caches that hold NaN wherever nothing has been written."""
     caches = new_cache(layout, num_pages, device)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvq.kernels.pages import PageLayout
-from tests.kernels.cases import BOUNDS, Case, no_synchronisation, relative_error
+from tests.kernels.cases import BOUNDS, Case, bound_of, no_synchronisation, relative_error
 
 pytestmark = pytest.mark.gpu
 FORMATS = pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "nvfp4"])
@@ -24,14 +24,10 @@ def attend(case, out=None, **options):
     return out
 
 
-def bound_of(case, variant):
-    return BOUNDS["exact" if case.layout.format == "nvfp4" else variant]
-
-
 def check(case, *, variant="default", bound=None, **options):
     error = relative_error(attend(case, variant=variant, **options), case.expected(**options))
     if bound is None:  # in a short request the errors average less
-        bound = bound_of(case, variant) * 1.5
+        bound = bound_of(case.layout, variant) * 1.5
     assert error <= bound, (error, case.seed)
 
 
@@ -64,7 +60,7 @@ def test_query_heads_of_a_kv_head(name, variant, group):
 def test_peaked_attention(name, variant):
     # logits of q times 8 spread over tens, so that few tokens hold all the weight
     case = Case(PageLayout(name, 64, 2, 128), [4096], device="cuda", peak=8.0)
-    check(case, variant=variant, bound=max(1e-2, 5 * bound_of(case, variant)))
+    check(case, variant=variant, bound=max(1e-2, 5 * bound_of(case.layout, variant)))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8_e4m3", "nvfp4"])

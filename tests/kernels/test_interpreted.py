@@ -14,7 +14,7 @@ import torch
 
 from kvq.formats import FP8_E4M3, INT8, MXFP4, MXFP8, NVFP4, NVFP4_KV
 from kvq.kernels import reference
-from tests.kernels.cases import BOUNDS, LAYOUTS, Case, poisoned, relative_error
+from tests.kernels.cases import LAYOUTS, Case, bound_of, poisoned, relative_error
 
 pytestmark = pytest.mark.interpreter
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -106,22 +106,63 @@ def test_every_byte_of_a_page_is_the_twins(layout):
         assert cache is None or same_bytes(cache, wanted), case.seed
 
 
-@pytest.mark.parametrize(("name", "variant"), DECODED)
-def test_decode_attention_is_the_twins(name, variant):
+def attend(case, **options):
     from kvq.kernels.decode import decode_attention
 
+    out = torch.full((*case.q.shape[:2], case.layout.value_dim), math.nan, dtype=case.q.dtype)
+    decode_attention(*case.arguments, layout=case.layout, out=out, **case.scales, **options)
+    return out
+
+
+@pytest.mark.parametrize(("name", "variant"), DECODED)
+def test_decode_attention_is_the_twins(name, variant):
     layout = LAYOUTS[name]
     case = Case(layout, [1, 0, 17, 70])
     heads = case.q.shape[1]
     sinks, slopes = torch.randn(heads), torch.rand(heads) / 50
     together = {"softcap": 5.0, "window": 40, "sinks": sinks, "alibi_slopes": slopes}
     for options in ({"num_kv_splits": 1}, {"num_kv_splits": 2, **together}):
-        out = torch.full((4, heads, layout.value_dim), math.nan, dtype=case.q.dtype)
-        decode_attention(
-            *case.arguments, layout=layout, variant=variant, out=out, **case.scales, **options
-        )
+        out = attend(case, variant=variant, **options)
         # in a short request the errors average less
-        assert relative_error(out, case.expected(**options)) <= 2 * BOUNDS[variant], case.seed
+        assert relative_error(out, case.expected(**options)) <= 2 * bound_of(layout, variant), (
+            case.seed
+        )
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_logits_whose_differences_are_rounded_do_not_overflow(name):
+    case = Case(LAYOUTS[name], [1, 0, 17, 70])
+    q = case.q
+    for power in range(20, 29):
+        case.q = q * 2.0**power
+        for splits in (1, 3):
+            assert relative_error(attend(case, num_kv_splits=splits), case.expected()) <= 1e-2, (
+                case.seed, power)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maxima
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_nan_in_q_or_k_stays_with_the_heads_that_meet_it(name):
+    from kvq.kernels.pack import append_kv
+
+    case = Case(LAYOUTS[name], [1, 0, 17, 70])
+    case.q[2, 5] = math.nan
+    case.k[-1, 0] = math.nan  # the last token of the last request
+    new = case.k, case.v, case.k_cache, case.v_cache, case.slots
+    append_kv(*new, layout=case.layout, **case.scales)
+    is_nan = torch.zeros(case.q.shape[:2], dtype=torch.bool)
+    is_nan[2, 5] = True
+    is_nan[3, :4] = True
+    assert torch.equal(attend(case).isnan(), is_nan[:, :, None].expand_as(case.q))
+
+
+def test_scales_at_the_end_of_float32():
+    case = Case(LAYOUTS["nvfp4"], [1, 0, 17, 70])
+    expected, v_scale = case.expected().float(), case.scales["v_scale"]
+    case.scales["k_scale"] = case.scales["k_scale"] * 2.0**120
+    case.q = case.q * 2.0**-120
+    case.scales["v_scale"] = v_scale * 2.0**118
+    assert relative_error(attend(case).float() * 2.0**-118, expected) <= 1e-2
 
 
 def test_a_cuda_kernel_is_not_run_on_the_cpu_by_chance(monkeypatch):
