@@ -26,12 +26,13 @@ def weight_bytes(view: CheckpointView, dtype: str) -> int:
     """Return the size of a checkpoint's tensors, floats as `dtype`, or as stored with `auto`.
 
     What compressed-tensors packs is unpacked before it runs, to the dtype that the model runs in;
-    what `fp8` has quantized, where there is no CUDA.
+    what `fp8` has quantized, where transformers finds no device that multiplies FP8.
     """
     bits = 0
     method = (view.quantization_config or {}).get("quant_method")
     unpacks = method == "compressed-tensors"
-    widens = method == "fp8" and not torch.cuda.is_available()
+    multiplies = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    widens = method == "fp8" and not multiplies
     groups = [group for group in view.config_groups.values() if _num_bits(group)]
     width = _WIDTHS.get(_wanted(view, dtype), 16)
     for info in view.tensors.values():

@@ -79,10 +79,13 @@ def load_model(
             if not place:
                 model.to(target)
     except torch.OutOfMemoryError as error:
+        ways = [] if quantization(config) else ["--streaming reads one layer at a time"]
+        if memory is None:
+            ways.append("--device-map auto uses all devices")
         raise CalibrationError(
-            f"the weights of `{root}` do not fit on {target}",
+            f"the weights of `{root}` do not fit on {target if memory is None else 'the devices'}",
             code="calibrate.memory",
-            hint="--streaming reads one layer at a time; --device-map auto uses all devices",
+            hint="; ".join(ways) or "end what else uses the devices",
         ) from error
     check_tensors(info, root, {*attentions, *live_names(model, attentions).values()})
     model.requires_grad_(False)
@@ -151,6 +154,10 @@ def check_quantization(root: Path, config: dict[str, Any]) -> None:
 
     declared = quantization(config)
     method = declared.get("quant_method") if isinstance(declared, dict) else None
+    if isinstance(declared, dict) and (
+        declared.get("load_in_4bit") or declared.get("load_in_8bit")
+    ):
+        method = "bitsandbytes"  # which older ones do not name
     # `bitsandbytes` stands for `bitsandbytes_4bit` and `bitsandbytes_8bit`
     names = {name.removesuffix("_4bit").removesuffix("_8bit")
              for name in AUTO_QUANTIZATION_CONFIG_MAPPING}  # fmt: skip

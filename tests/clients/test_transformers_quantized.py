@@ -103,6 +103,21 @@ def test_maxima_are_those_of_the_quantized_model(kvq, command, tmp_path, dense, 
     assert differs  # from the dense model's
 
 
+@pytest.mark.filterwarnings("ignore")  # of bitsandbytes, about the dtype of its products
+def test_a_bitsandbytes_checkpoint_that_does_not_name_its_method_is_loaded(kvq, command, tmp_path):
+    argv = command(MADE["bitsandbytes-8bit"])
+    assert kvq(*argv).code == 0
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]["quant_method"]
+    path.write_text(json.dumps(config))
+    assert kvq(*argv[:-1], tmp_path / "again").code == 0
+    first, again = (
+        tmp_path / name / "calibration.safetensors" for name in ("calibration", "again")
+    )
+    assert first.read_bytes() == again.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "named"),
     [
