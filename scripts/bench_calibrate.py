@@ -5,14 +5,14 @@ Usage: python scripts/bench_calibrate.py MODEL [--pairs 21] [--sequences 8] [--s
 
 Each side is a process of its own that waits, idle, for its turn; the sides alternate: same tokens,
 same batches, same attention implementation, threads and dtype; imports, loading and tokenization
-are not timed. Turns are short and many, so that what else the machine does meets both sides. The
-plain side is the base model's forward without language head. Correctness comes first: kvq's maxima
-must equal those of a plain recorder bit for bit.
+are not timed. The plain side is the base model's forward without language head. Correctness comes
+first: kvq's maxima must equal those of a plain recorder bit for bit.
 
-With MODEL, ModelOpt and llm-compressor are timed beside kvq where they are installed, in a fresh
-process each time, since they change the model. With --shape, weights are random and batches are
-whole (8 x 2048 tokens by default). --compile adds kvq with compiled layers, --ranks kvq in several
-processes, one a device, against kvq in one.
+With MODEL, turns are short and many, so that what else the machine does meets both sides. ModelOpt
+and llm-compressor are timed beside kvq where they are installed, in a fresh process each time,
+since they change the model. With --shape, weights are random and batches are whole (8 x 2048 tokens
+by default). --compile adds kvq with compiled layers, --ranks kvq in several processes, one a
+device, against kvq in one.
 """
 
 import argparse

@@ -20,7 +20,8 @@ from kvq.kernels.softmax import (
 )
 
 SHIFT = tl.constexpr(15)  # P is at most 2**15, so that small weights are normal float16 numbers
-UNSHIFT = tl.constexpr(2.0**-15)
+# taken away again before results are scaled, so that these overflow no sooner than they must
+UNSHIFT = tl.constexpr(2.0**-SHIFT.value)
 CODE_SCALE = tl.constexpr(2.0**14)  # what `expand` leaves numbers short of
 
 
