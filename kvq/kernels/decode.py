@@ -27,7 +27,7 @@ from kvq.kernels.decode_shared import SHIFT as SHARED_SHIFT
 from kvq.kernels.decode_shared import decode_shared
 from kvq.kernels.decode_simulated import SHIFT as SIMULATED_SHIFT
 from kvq.kernels.decode_simulated import decode_simulated
-from kvq.kernels.launch import check_device, multiprocessors, on_device
+from kvq.kernels.launch import check_device, multiprocessors, on_device, starts_early
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
 from kvq.kernels.simulation import Simulation
 from kvq.kernels.softmax import combine_splits
@@ -35,6 +35,8 @@ from kvq.kernels.splits import choose_splits
 
 _LEAST_COLUMNS = 16  # Hopper's tensor core instructions as Triton uses them
 _MOST_HEADS = 16  # of one program
+_COMBINED = 1024  # numbers that a warp of the combining kernel reads at once
+_LEAST_WIDTH = 32  # dimensions that it reads of one split, a cache line
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ def _launch(
     if layout.format == "fp8_e4m3":
         k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
     programs = batch * layout.num_kv_heads * triton.cdiv(group, chosen.heads)
+    dependent = splits > 1 and starts_early(q.device)
     passes: list[dict[str, Any]] = [{}]
     if simulate is not None:
         maxima = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
@@ -272,12 +275,14 @@ def _launch(
             KV_HEADS=layout.num_kv_heads, GROUP=group, HEADS=chosen.heads, TILE=chosen.tile,
             SPLIT=splits > 1, SOFTCAP=softcap is not None, ALIBI=slopes is not None,
             WINDOW=window is not None, SINKS=sinks is not None, num_warps=chosen.warps,
-            **own, **chosen.constants,
+            DEPENDENT=dependent, **own, **chosen.constants,
         )  # fmt: skip
     if splits > 1:
-        padded = _power_of_two(splits)
-        combine_splits[(batch * heads,)](
+        padded = max(_power_of_two(splits), 4)
+        width = min(_power_of_two(layout.value_dim), max(_COMBINED // padded, _LEAST_WIDTH))
+        combine_splits[(batch * heads, triton.cdiv(layout.value_dim, width))](
             out, out.stride(), stats, partial, sinks, splits, HEADS=heads, SIZE=layout.value_dim,
-            WIDTH=_power_of_two(layout.value_dim), PADDED=padded,
-            CHUNK=min(padded, 16), SINKS=sinks is not None, SHIFT=chosen.shift, num_warps=4,
+            WIDTH=width, PADDED=padded, SINKS=sinks is not None, SHIFT=chosen.shift,
+            DEPENDENT=dependent, num_warps=max(padded * width // _COMBINED, 1),
+            **({"launch_pdl": True} if dependent else {}),
         )  # fmt: skip

@@ -103,9 +103,11 @@ def decode_nvfp4(
     VALUE_DIM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, K_WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of HEADS query heads of one KV head of one request."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0).to(tl.int64)
     batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS

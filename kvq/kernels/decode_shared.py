@@ -93,8 +93,11 @@ def decode_shared(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of HEADS query heads of one KV head of one request; V has no arguments of use."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     WIDTH: tl.constexpr = VALUE_DIM // 2
     pid = tl.program_id(0).to(tl.int64)

@@ -74,8 +74,11 @@ def decode_simulated(
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     P_QDQ: tl.constexpr, V_QDQ: tl.constexpr, BLOCK: tl.constexpr, MAXIMA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of HEADS query heads of one KV head of one request; MAXIMA: its largest logits."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0).to(tl.int64)
     batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS

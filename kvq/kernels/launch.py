@@ -30,3 +30,14 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it runs, to wait for it where it must.
+
+    CUDA's programmatic dependent launch, from compute capability 9.0 on.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -117,30 +117,32 @@ def store_split(
 @triton.jit
 def combine_splits(
     out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, num_splits,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    SINKS: tl.constexpr, SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query head."""
+    """Merge WIDTH dimensions of the splits of one query head, all read at once.
+
+    Where DEPENDENT, programs start while the splits are computed, and wait for them here.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
-    split, width = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    split, width = tl.arange(0, PADDED), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = split < num_splits
     stats = stats_ptr + (row * num_splits + split) * 2
-    maxima = tl.load(stats, mask=split < num_splits, other=NOTHING)
-    totals = tl.load(stats + 1, mask=split < num_splits, other=0.0)
+    offsets = ((row * num_splits + split) * SIZE)[:, None] + width[None, :]
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    parts = tl.load(partial_ptr + offsets, mask=inside[:, None] & (width < SIZE)[None, :],
+                    other=0.0)  # fmt: skip
+    maxima = tl.load(stats, mask=inside, other=NOTHING)
+    totals = tl.load(stats + 1, mask=inside, other=0.0)
     largest = tl.max(maxima, 0)
-    total = tl.sum(totals * tl.exp2(maxima - largest), 0)
+    weights = tl.exp2(maxima - largest)
+    total = tl.sum(totals * weights, 0)
     if SINKS:
         total += tl.exp2(tl.load(sinks_ptr + head) * LOG2E - largest + SHIFT)
-    acc = tl.zeros([WIDTH], tl.float32)
-    for begin in tl.static_range(0, PADDED, CHUNK):
-        split = begin + tl.arange(0, CHUNK)
-        stats = stats_ptr + (row * num_splits + split) * 2
-        maxima = tl.load(stats, mask=split < num_splits, other=NOTHING)
-        filled = maxima > NOTHING
-        inside = filled[:, None] & (width < SIZE)[None, :]
-        offsets = ((row * num_splits + split) * SIZE)[:, None] + width[None, :]
-        part = tl.load(partial_ptr + offsets, mask=inside, other=0.0)
-        acc += tl.sum(part * tl.exp2(maxima - largest)[:, None], 0)
-    result = acc / tl.where(total == 0.0, 1.0, total)
+    # a split without tokens has written no parts
+    parts = tl.where((maxima > NOTHING)[:, None], parts * weights[:, None], 0.0)
+    result = tl.sum(parts, 0) / tl.where(total == 0.0, 1.0, total)
     offsets = batch * out_strides[0] + head * out_strides[1] + width * out_strides[2]
     tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=width < SIZE)
