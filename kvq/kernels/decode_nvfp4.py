@@ -8,7 +8,14 @@ row, whose products with q are two columns for each head.
 import triton
 import triton.language as tl
 
-from kvq.kernels.nvfp4_tiles import key_tile, query_tiles, repeat, value_tile
+from kvq.kernels.nvfp4_tiles import (
+    add_values,
+    key_tile,
+    query_tiles,
+    repeat,
+    repeat_columns,
+    value_tile,
+)
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
@@ -19,44 +26,42 @@ from kvq.kernels.softmax import (
     weights_of,
 )
 
-SHIFT = tl.constexpr(15)  # P is at most 2**15, so that small weights are normal float16 numbers
+SHIFT = tl.constexpr(7)  # P is at most 2**7, and times a block scale a float16 number
 # taken away again before results are scaled, so that these overflow no sooner than they must
 UNSHIFT = tl.constexpr(2.0**-SHIFT.value)
 CODE_SCALE = tl.constexpr(2.0**14)  # what `expand` leaves numbers short of
 
 
 @triton.jit
-def _weights(p, PADDING: tl.constexpr):
+def _weights(p, COPIES: tl.constexpr):
     """P [TILE, HEADS] as float16, of the first and of the second token of each pair."""
     ROWS: tl.constexpr = p.shape[0] // 2
     HEADS: tl.constexpr = p.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(p, [ROWS, 2, HEADS]), (0, 2, 1)))
-    if PADDING == 2:  # a product has at least eight columns
-        zero = tl.zeros_like(first)
-        first = tl.reshape(tl.join(first, zero), [ROWS, HEADS * 2])
-        second = tl.reshape(tl.join(second, zero), [ROWS, HEADS * 2])
-    return first.to(tl.float16), second.to(tl.float16)
+    return repeat_columns(first.to(tl.float16), COPIES), repeat_columns(second.to(tl.float16), COPIES)
 
 
 @triton.jit
 def _tile(
     low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start, seq_len,
     k_ptr, k_scales_ptr, v_ptr, v_scales_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
-    K_HALF: tl.constexpr, V_HALF: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    K_HALF: tl.constexpr, V_HALF: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = scale.shape[0]
-    PADDING: tl.constexpr = low_acc.shape[1] // HEADS
-    pair = tl.arange(0, TILE // 2)
-    position = start + 2 * pair
-    first_inside = (position >= first) & (position < seq_len)
-    second_inside = (position + 1 >= first) & (position + 1 < seq_len)
+    TOKENS: tl.constexpr = query[0].shape[1] // HEADS
+    ROWS: tl.constexpr = TILE // TOKENS
+    row, pair = TOKENS * tl.arange(0, ROWS), 2 * tl.arange(0, TILE // 2)
+    of_row = (start + row)[:, None] + tl.arange(0, TOKENS)[None, :]
+    inside = (of_row >= first) & (of_row < seq_len)
     if PAGE % TILE == 0:
         page, begin = find_pages(table_ptr, table_stride, start, 0, first, seq_len, PAGE, TILE)
-        token = 2 * pair
+        token, v_page, v_token = row, page, pair
     else:
-        page, token = find_pages(
-            table_ptr, table_stride, start, 2 * pair, first, seq_len, PAGE, TILE
+        page, token = find_pages(table_ptr, table_stride, start, row, first, seq_len, PAGE, TILE)
+        v_page, v_token = find_pages(
+            table_ptr, table_stride, start, pair, first, seq_len, PAGE, TILE
         )
         begin = 0
     at = page * k_page_stride + begin * K_HALF
@@ -64,32 +69,35 @@ def _tile(
     at = page * k_page_stride + begin * (K_HALF // 8)
     scales_ptr = k_scales_ptr + at // 2 + token * (K_HALF // 16)
     if K_HALF % 64 == 0:
-        scales_ptr = tl.multiple_of(scales_ptr, 16)
-    a, b, c, d = key_tile(codes_ptr, scales_ptr, first_inside, second_inside, K_HALF,
-                          query[0].shape[0], MASKED)  # fmt: skip
+        scales_ptr = tl.multiple_of(scales_ptr, 8 * TOKENS)
+    a, b, c, d = key_tile(codes_ptr, scales_ptr, inside, K_HALF, 2 * query[0].shape[0] // TOKENS,
+                          TOKENS, MASKED)  # fmt: skip
     # two sums, since each product waits for the one before in its sum
     products = tl.dot(b, query[1], tl.dot(a, query[0])) + tl.dot(d, query[3], tl.dot(c, query[2]))
 
-    column = token // CHUNK * (V_HALF * CHUNK // 2) + token % CHUNK // 2
-    codes_ptr = v_ptr + (page * v_page_stride + begin * V_HALF) // 2 + column
+    column = v_token // CHUNK * (V_HALF * CHUNK // 2) + v_token % CHUNK // 2
+    codes_ptr = v_ptr + (v_page * v_page_stride + begin * V_HALF) // 2 + column
     codes_ptr = tl.max_contiguous(tl.multiple_of(codes_ptr, 16), 8)  # 16 tokens stay together
-    column = token // CHUNK * (V_HALF * CHUNK // 32) + token % CHUNK // 2
-    scales_ptr = v_scales_ptr + (page * v_page_stride + begin * (V_HALF // 8)) // 4 + column
+    column = v_token // CHUNK * (V_HALF * CHUNK // 32) + v_token % CHUNK // 2
+    scales_ptr = v_scales_ptr + (v_page * v_page_stride + begin * (V_HALF // 8)) // 4 + column
     scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, 16), 8)
     # before the softmax, whose steps wait for each other
-    v = value_tile(codes_ptr, scales_ptr, first_inside, second_inside, V_HALF, low_acc.shape[0],
-                   CHUNK, MASKED)  # fmt: skip
+    position = start + pair
+    v = value_tile(
+        codes_ptr, scales_ptr, (position >= first) & (position < seq_len),
+        (position + 1 >= first) & (position + 1 < seq_len), V_HALF, V_WIDTH, CHUNK, MASKED,
+    )  # fmt: skip
 
-    products = tl.permute(tl.reshape(products, [TILE // 2, HEADS, 2]), (0, 2, 1))
+    products = tl.permute(tl.reshape(products, [ROWS, HEADS, TOKENS]), (0, 2, 1))
     x = logits(tl.reshape(products, [TILE, HEADS]), scale, softcap, slopes,
                start + tl.arange(0, TILE), first, seq_len, SOFTCAP, ALIBI, MASKED)  # fmt: skip
     running_max, factor = advance(x, running_max)
     p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
-    first_p, second_p = _weights(p, PADDING)
-    factors = repeat(factor, PADDING)[None, :]
-    low_acc = tl.dot(v[1], second_p, tl.dot(v[0], first_p, low_acc * factors))
-    high_acc = tl.dot(v[3], second_p, tl.dot(v[2], first_p, high_acc * factors))
+    COPIES: tl.constexpr = low_acc.shape[2] // HEADS
+    first_p, second_p = _weights(p, COPIES)
+    factors = repeat(factor, COPIES)[None, None, :]
+    low_acc, high_acc = add_values(low_acc * factors, high_acc * factors, v, first_p, second_p)
     return low_acc, high_acc, running_max, total
 
 
@@ -117,17 +125,17 @@ def decode_nvfp4(
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
     first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
 
+    COPIES: tl.constexpr = 1 if HEADS >= 8 else 2  # a product has at least eight columns
     query, q_scale = query_tiles(
         q_ptr + batch * q_strides[0], q_strides[2], heads * q_strides[1], valid, K_HALF, K_WIDTH,
-        HEAD_DIM,
+        HEAD_DIM, COPIES,
     )  # fmt: skip
     k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
     scale = q_scale * (k_scale * (softmax_scale * CODE_SCALE))
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
-    COLUMNS: tl.constexpr = HEADS if HEADS >= 8 else 2 * HEADS
-    low_acc = tl.zeros([V_WIDTH, COLUMNS], tl.float32)
-    high_acc = tl.zeros([V_WIDTH, COLUMNS], tl.float32)
+    low_acc = tl.zeros([V_WIDTH // 16, 16, COPIES * HEADS], tl.float32)
+    high_acc = tl.zeros_like(low_acc)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     table_ptr += batch * table_strides[0]
@@ -142,22 +150,22 @@ def decode_nvfp4(
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
             seq_len, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr, table_ptr,
-            table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, PAGE, CHUNK, TILE,
-            SOFTCAP, ALIBI, False,
+            table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE, CHUNK,
+            TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
     for start in tl.range(whole, end, TILE, num_stages=1):
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
             seq_len, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr, table_ptr,
-            table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, PAGE, CHUNK, TILE,
-            SOFTCAP, ALIBI, True,
+            table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE, CHUNK,
+            TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride) * (CODE_SCALE * UNSHIFT)
     total = tl.sum(total, 0) * UNSHIFT
     for part in tl.static_range(2):
-        acc = low_acc if part == 0 else high_acc
-        if COLUMNS > HEADS:
-            acc, _ = tl.split(tl.reshape(acc, [V_WIDTH, HEADS, 2]))
+        acc = tl.reshape(low_acc if part == 0 else high_acc, [V_WIDTH, HEADS * COPIES])
+        if COPIES > 1:
+            acc, _ = tl.split(tl.reshape(acc, [V_WIDTH, HEADS, COPIES]))
         store_split(
             acc * v_scale, running_max, total, batch, heads, valid, split, num_splits, begin < end,
             out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, part * V_HALF,

@@ -10,23 +10,27 @@ import triton.language as tl
 
 from kvq.kernels.decode_fp8 import query_scale
 
-
 @triton.jit
-def expand(pairs, low_first, low_second, high_first, high_second):
-    """Float16 of two bytes' codes, low of both and high of both, times scales and 2**-14.
+def expand(pairs):
+    """Float16 of two bytes' codes times 2**-14: low of both, high of both.
 
     A code's bits are those of a float16 that is 2**14 smaller; the byte's high code lies where
-    float16 has them. The products are exact.
+    float16 has them.
     """
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 low, s, t, a, b, c, d;
+        """{ .reg .b32 low, s, t, u;
         shr.b32 t, $4, 3; shl.b32 s, $4, 7; lop3.b32 low, t, s, 0x0e0e0e0e, 0xe4;
-        shl.b32 t, low, 8; and.b32 a, t, 0x8e008e00; and.b32 b, low, 0x8e008e00;
-        shl.b32 t, $4, 8; and.b32 c, t, 0x8e008e00; and.b32 d, $4, 0x8e008e00;
-        mul.f16x2 $0, a, $5; mul.f16x2 $1, b, $6; mul.f16x2 $2, c, $7; mul.f16x2 $3, d, $8; }""",
-        "=r,=r,=r,=r,r,r,r,r,r", [pairs, low_first, low_second, high_first, high_second],
-        dtype=(tl.float16,) * 4, is_pure=True, pack=2,
+        shl.b32 t, low, 8; shl.b32 u, $4, 8; and.b32 $3, $4, 0x8e008e00;
+        and.b32 $2, u, 0x8e008e00; and.b32 $1, low, 0x8e008e00; and.b32 $0, t, 0x8e008e00; }""",
+        "=r,=r,=r,=r,r", [pairs], dtype=(tl.float16,) * 4, is_pure=True, pack=2,
     )  # fmt: skip
+
+
+@triton.jit
+def product(x, y):
+    """x * y of float16, two in one instruction."""
+    return tl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [x, y],
+                                     dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
 
 
 @triton.jit
@@ -66,85 +70,91 @@ def repeat_columns(x, TIMES: tl.constexpr):
 
 
 @triton.jit
-def repeat_rows(x, TIMES: tl.constexpr):
-    """Repeat each row of x [ROWS, COLUMNS]: [ROWS * TIMES, COLUMNS]."""
-    shape: tl.constexpr = [x.shape[0], TIMES, x.shape[1]]
-    return tl.reshape(tl.broadcast_to(x[:, None, :], shape), [shape[0] * TIMES, shape[2]])
+def key_tile(codes_ptr, scales_ptr, inside, HALF: tl.constexpr, WIDTH: tl.constexpr,
+             TOKENS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """K of TOKENS tokens in each row, from pointers [ROWS]; see `expand` for its parts.
 
-
-@triton.jit
-def key_tile(codes_ptr, scales_ptr, first_inside, second_inside, HALF: tl.constexpr,
-             WIDTH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """K of two tokens in each row, from pointers [ROWS]; see `expand` for its parts.
-
-    Columns of a part are every second dimension of one token, then of the other.
+    Columns of a part are every second dimension of one token, then of the next. Of other tokens
+    than those `inside` [ROWS, TOKENS], scales are zero.
     """
     UNITS: tl.constexpr = WIDTH // 2  # of two bytes; each token's
-    unit, block = tl.arange(0, 2 * UNITS), tl.arange(0, UNITS // 4)
+    unit, block = tl.arange(0, TOKENS * UNITS), tl.arange(0, TOKENS * UNITS // 8)
     if HALF == WIDTH and not MASKED:
         codes = tl.load(codes_ptr[:, None] + unit[None, :])
         words = tl.load(scales_ptr[:, None] + block[None, :])
     else:
-        second = block // (UNITS // 8)
         codes_ptr = codes_ptr[:, None] + (unit // UNITS * (HALF // 2) + unit % UNITS)[None, :]
-        scales_ptr = scales_ptr[:, None] + (second * (HALF // 16) + block % (UNITS // 8))[None, :]
         codes = tl.load(codes_ptr, mask=(unit % UNITS < HALF // 2)[None, :], other=0)
-        inside = (block % (UNITS // 8) < HALF // 16)[None, :]
+        own = (block % (UNITS // 8) < HALF // 16)[None, :]
         if MASKED:
-            # a page holds anything past the end, NaN too
-            of_token = tl.where((second == 0)[None, :], first_inside[:, None],
-                                second_inside[:, None])  # fmt: skip
-            inside &= of_token
-        words = tl.load(scales_ptr, mask=inside, other=0)
+            own &= repeat_columns(inside, UNITS // 8)
+        block = block // (UNITS // 8) * (HALF // 16) + block % (UNITS // 8)
+        words = tl.load(scales_ptr[:, None] + block[None, :], mask=own, other=0)
     low, high = token_scales(words)
     low, high = repeat_columns(low, 8), repeat_columns(high, 8)
-    return expand(codes, low, low, high, high)
+    a, b, c, d = expand(codes)
+    return product(a, low), product(b, low), product(c, high), product(d, high)
 
 
 @triton.jit
 def value_tile(codes_ptr, scales_ptr, first_inside, second_inside, HALF: tl.constexpr,
                WIDTH: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """V of two tokens in each column, from pointers [COLUMNS]; see `expand` for its parts."""
-    byte, block = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 16)
-    codes_ptr = codes_ptr[None, :] + (byte * (CHUNK // 2))[:, None]
+    """V without its scales, and these, from pointers [COLUMNS] of two tokens each.
+
+    A row of V [WIDTH // 16, 16, COLUMNS] is a byte; see `expand` for the parts.
+    """
+    block = tl.arange(0, WIDTH // 16)
+    byte = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    codes_ptr = codes_ptr[None, None, :] + (byte * (CHUNK // 2))[:, :, None]
     scales_ptr = scales_ptr[None, :] + (block * (CHUNK // 2))[:, None]
     if HALF == WIDTH:
         codes, words = tl.load(codes_ptr), tl.load(scales_ptr)
     else:
-        codes = tl.load(codes_ptr, mask=(byte < HALF)[:, None], other=0)
+        codes = tl.load(codes_ptr, mask=(block < HALF // 16)[:, None, None], other=0)
         words = tl.load(scales_ptr, mask=(block < HALF // 16)[:, None], other=0)
     if MASKED:
         words &= (tl.where(first_inside, 0xFFFF, 0) | tl.where(second_inside, -0x10000, 0))[None, :]
-    a, b, c, d = pair_scales(words)
-    a, b, c, d = repeat_rows(a, 16), repeat_rows(b, 16), repeat_rows(c, 16), repeat_rows(d, 16)
-    return expand(codes, a, b, c, d)
+    a, b, c, d = expand(codes)
+    return a, b, c, d, words[:, :, None]
+
+
+@triton.jit
+def add_values(low_acc, high_acc, v, first, second):
+    """Add V times P [COLUMNS, HEADS] of each column's first and second token to the sums."""
+    low_first, low_second, high_first, high_second = pair_scales(v[4])
+    low_acc = tl.dot(v[0], product(first[None], low_first), low_acc)
+    low_acc = tl.dot(v[1], product(second[None], low_second), low_acc)
+    high_acc = tl.dot(v[2], product(first[None], high_first), high_acc)
+    high_acc = tl.dot(v[3], product(second[None], high_second), high_acc)
+    return low_acc, high_acc
 
 
 @triton.jit
 def _query_part(ptr, stride, heads, valid, inverse, FIRST: tl.constexpr, END: tl.constexpr,
-                UNITS: tl.constexpr):  # fmt: skip
-    row, column = tl.arange(0, 2 * UNITS), tl.arange(0, 2 * heads.shape[0])
+                UNITS: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    row, column = tl.arange(0, TOKENS * UNITS), tl.arange(0, TOKENS * heads.shape[0])
     d = FIRST + row % UNITS * 2
-    own = repeat(valid.to(tl.int32), 2)[None, :] == 1
-    inside = own & ((row // UNITS)[:, None] == (column % 2)[None, :]) & (d < END)[:, None]
-    q = tl.load(ptr + repeat(heads, 2)[None, :] + (d * stride)[:, None], mask=inside, other=0.0)
-    return (q.to(tl.float32) * repeat(inverse, 2)[None, :]).to(tl.float16)
+    own = repeat(valid.to(tl.int32), TOKENS)[None, :] == 1
+    inside = own & ((row // UNITS)[:, None] == (column % TOKENS)[None, :]) & (d < END)[:, None]
+    q = tl.load(ptr + repeat(heads, TOKENS)[None, :] + (d * stride)[:, None], mask=inside,
+                other=0.0)  # fmt: skip
+    return (q.to(tl.float32) * repeat(inverse, TOKENS)[None, :]).to(tl.float16)
 
 
 @triton.jit
 def query_tiles(ptr, stride, heads, valid, HALF: tl.constexpr, WIDTH: tl.constexpr,
-                HEAD_DIM: tl.constexpr):  # fmt: skip
-    """Operands [WIDTH, 2 HEADS] for the parts of a K tile, and the scale that q is short of.
+                HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Operands [.., TOKENS * HEADS] for the parts of a K tile, and the scale that q is short of.
 
-    The first of a head's two columns meets the first of a row's tokens and is zero for the other.
+    Each of a head's columns meets one of a row's tokens and is zero for the others.
     """
     d = tl.arange(0, 2 * WIDTH)
     inside = valid[None, :] & (d < HEAD_DIM)[:, None]
     q = tl.load(ptr + heads[None, :] + (d * stride)[:, None], mask=inside, other=0.0)
     scale, inverse = query_scale(tl.max(tl.abs(q.to(tl.float32)), 0))
     UNITS: tl.constexpr = WIDTH // 2
-    a = _query_part(ptr, stride, heads, valid, inverse, 0, HALF, UNITS)
-    b = _query_part(ptr, stride, heads, valid, inverse, 1, HALF, UNITS)
-    c = _query_part(ptr, stride, heads, valid, inverse, HALF, HEAD_DIM, UNITS)
-    d = _query_part(ptr, stride, heads, valid, inverse, HALF + 1, HEAD_DIM, UNITS)
+    a = _query_part(ptr, stride, heads, valid, inverse, 0, HALF, UNITS, TOKENS)
+    b = _query_part(ptr, stride, heads, valid, inverse, 1, HALF, UNITS, TOKENS)
+    c = _query_part(ptr, stride, heads, valid, inverse, HALF, HEAD_DIM, UNITS, TOKENS)
+    d = _query_part(ptr, stride, heads, valid, inverse, HALF + 1, HEAD_DIM, UNITS, TOKENS)
     return (a, b, c, d), scale
