@@ -75,13 +75,13 @@ def plan(layout: PageLayout, group: int, variant: Variant) -> Plan:
     if layout.format == "nvfp4":
         return _nvfp4_plan(layout, heads, common)
     largest = max(layout.head_dim, layout.value_dim)
-    tile = 128 if largest <= 128 and layout.page_size % 128 == 0 else 64
+    tile = 128 if largest <= 128 else 64
     heads = max(heads, _LEAST_COLUMNS // terms)
     widths = {"WIDTH": _power_of_two(layout.head_dim),
               "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
     # the tensor core adds FP8 products in few bits: `exact` adds up every 32 in float32
     numerics = {"TERMS": terms, "IMPRECISE": 32 if variant == "exact" else None}
-    constants = common | numerics | widths | {"STAGES": 5}
+    constants = common | numerics | widths | {"STAGES": 3}
     return Plan(decode_fp8, constants, tile, heads, 4, FP8_SHIFT.value, 2)
 
 
@@ -122,7 +122,7 @@ def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:
     if layout.head_dim < width:
         width //= 2
     rest = max(_power_of_two(layout.head_dim - width), 16)
-    constants = common | {"WIDTH": width, "REST": rest, "STAGES": 3 if width > 128 else 5,
+    constants = common | {"WIDTH": width, "REST": rest, "STAGES": 2 if width > 128 else 3,
                           "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
     return Plan(decode_half, constants, 64, heads, 4, HALF_SHIFT.value, 2)
 

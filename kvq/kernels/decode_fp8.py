@@ -10,9 +10,11 @@ import triton.language as tl
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
-    find_pages,
-    listed,
+    attended_runs,
     logits,
+    run_pages,
+    run_rows,
+    runs,
     split_range,
     store_split,
     weights_of,
@@ -65,17 +67,18 @@ def query_terms(q, inverse, second):
 @triton.jit
 def _tile(
     acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
-    k_ptr, v_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
+    k_ptr, v_ptr, page, k_page_stride, v_page_stride,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     TERMS: tl.constexpr, IMPRECISE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = acc.shape[0]
     HEADS: tl.constexpr = scale.shape[0]
-    token, d, dv = tl.arange(0, TILE), tl.arange(0, qt.shape[0]), tl.arange(0, WIDTH)
-    position = start + token
-    page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
-    k_row = tl.multiple_of(page * k_page_stride + offset * HEAD_DIM, 16)
+    RUNS: tl.constexpr = page.shape[0]
+    RUN: tl.constexpr = TILE // RUNS
+    position = start + tl.arange(0, TILE)
+    d, dv, token = tl.arange(0, qt.shape[0]), tl.arange(0, WIDTH), tl.arange(0, RUN)
+    k_row = run_rows(page, k_page_stride, start, HEAD_DIM, PAGE, TILE)
     if HEAD_DIM == qt.shape[0]:
         k = tl.load(k_ptr + k_row[:, None] + d[None, :])
     else:
@@ -88,20 +91,27 @@ def _tile(
     running_max, factor = advance(x, running_max)
     p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
-    run: tl.constexpr = 16 if PAGE % TILE else TILE
-    v_column = tl.max_contiguous(tl.multiple_of(page * v_page_stride + offset, run), run)
-    v_ptrs = v_ptr + v_column[None, :] + (dv * PAGE)[:, None]
+    # rows of one run's tokens: neighbouring threads read neighbouring dimensions of a page
+    _, slot = runs(start, PAGE, TILE)
+    v_row = (page.to(tl.int64) * v_page_stride + slot)[:, None] + (dv * PAGE)[None, :]
+    v_row = tl.multiple_of(tl.reshape(v_row, [RUNS * WIDTH]), 16)
+    v_ptrs = v_ptr + v_row[:, None] + token[None, :]
+    if MASKED or VALUE_DIM < WIDTH:
+        wanted = (dv < VALUE_DIM)[None, :]
+        if MASKED:
+            wanted = wanted & attended_runs(start, first, seq_len, RUNS, TILE)[:, None]
+        wanted = tl.reshape(tl.broadcast_to(wanted, [RUNS, WIDTH]), [RUNS * WIDTH])
+        v = tl.load(v_ptrs, mask=wanted[:, None], other=0.0)
+    else:
+        v = tl.load(v_ptrs)
+    if RUNS > 1:  # through registers
+        v = tl.permute(tl.reshape(v, [RUNS, WIDTH, RUN]), (1, 0, 2))
+        v = tl.reshape(v, [WIDTH, TILE])
     if MASKED:
         # a page holds anything past the end, NaN too
-        wanted = tl.max_constancy(listed(position, first, seq_len), 16)
-        v = tl.load(v_ptrs, mask=wanted[None, :] & (dv < VALUE_DIM)[:, None], other=0.0)
         inside = (position >= first) & (position < seq_len)
         bits = v.to(tl.uint8, bitcast=True)
         v = tl.where(inside[None, :], bits, 0).to(tl.float8e4nv, bitcast=True)
-    elif VALUE_DIM == WIDTH:
-        v = tl.load(v_ptrs)
-    else:
-        v = tl.load(v_ptrs, mask=(dv < VALUE_DIM)[:, None], other=0.0)
     weights = tl.reshape(p_terms(-p, TERMS), [TILE, HEADS * TERMS]).to(tl.float8e4nv)
     factors = tl.reshape(tl.broadcast_to(factor[:, None], [HEADS, TERMS]), [HEADS * TERMS])
     # a fresh product for each tile: long sums are float32, not the tensor core's own
@@ -132,6 +142,9 @@ def decode_fp8(
     valid, heads = member < GROUP, kv_head * GROUP + member
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
     first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    table_ptr += batch * table_strides[0]
+    page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
     column = tl.arange(0, HEADS * TERMS)
     columns = (pid % HEAD_BLOCKS) * HEADS + column // TERMS
@@ -149,20 +162,23 @@ def decode_fp8(
     acc = tl.zeros([VALUE_WIDTH, HEADS * TERMS], tl.float32)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    table_ptr += batch * table_strides[0]
     k_ptr += kv_head * k_strides[1]
     v_ptr += kv_head * v_strides[1]
-    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        after = start + TILE
+        next_page = run_pages(table_ptr, table_strides[1], after, after < whole, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
             HEAD_DIM, VALUE_DIM, PAGE, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
+        page = next_page
     for start in tl.range(whole, end, TILE, num_stages=1):
+        attended = attended_runs(start, first, seq_len, page.shape[0], TILE)
+        page = run_pages(table_ptr, table_strides[1], start, attended, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
             HEAD_DIM, VALUE_DIM, PAGE, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     result = -acc

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from kvq.kernels.softmax import NOTHING, advance, find_pages, logits, split_range, store_split
+from kvq.kernels.softmax import (
+    NOTHING,
+    advance,
+    attended_runs,
+    logits,
+    run_pages,
+    run_rows,
+    split_range,
+    store_split,
+)
 
 SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal float16 numbers
 
@@ -35,7 +44,7 @@ def key_products(k_ptr, row, inside, qt, rest_qt, HEAD_DIM: tl.constexpr, MASKED
 @triton.jit
 def _tile(
     acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
-    k_ptr, v_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
+    k_ptr, v_ptr, page, k_page_stride, v_page_stride,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -45,14 +54,13 @@ def _tile(
     inside = (position >= first) & (position < seq_len)
     # without a mask all tokens are inside, but widths may still be cut
     inside = inside if MASKED else position >= 0
-    page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
-    row = page * k_page_stride + offset * HEAD_DIM
+    row = run_rows(page, k_page_stride, start, HEAD_DIM, PAGE, TILE)
     products = key_products(k_ptr, row, inside, qt, rest_qt, HEAD_DIM, MASKED)
     x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
     running_max, factor = advance(x, running_max)
     p = tl.exp2(x - (running_max - SHIFT)[None, :])
     total = total * factor[None, :] + p
-    row = page * v_page_stride + offset * VALUE_DIM
+    row = run_rows(page, v_page_stride, start, VALUE_DIM, PAGE, TILE)
     v = rows(v_ptr, row, inside, 0, VALUE_DIM, acc.shape[0], MASKED)
     acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * factor[None, :])
     return acc, running_max, total
@@ -91,6 +99,9 @@ def decode_half(
     valid, heads = member < GROUP, kv_head * GROUP + member
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
     first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    table_ptr += batch * table_strides[0]
+    page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
     row = q_ptr + batch * q_strides[0]
     at = heads * q_strides[1]
@@ -105,20 +116,23 @@ def decode_half(
     acc = tl.zeros([VALUE_WIDTH, HEADS], tl.float32)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    table_ptr += batch * table_strides[0]
     k_ptr += kv_head * k_strides[1]
     v_ptr += kv_head * v_strides[1]
-    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        after = start + TILE
+        next_page = run_pages(table_ptr, table_strides[1], after, after < whole, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
             HEAD_DIM, VALUE_DIM, PAGE, TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
+        page = next_page
     for start in tl.range(whole, end, TILE, num_stages=1):
+        attended = attended_runs(start, first, seq_len, page.shape[0], TILE)
+        page = run_pages(table_ptr, table_strides[1], start, attended, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, table_ptr, table_strides[1], k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
             HEAD_DIM, VALUE_DIM, PAGE, TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     store_split(

@@ -24,6 +24,53 @@ def listed(position, first, seq_len):
 
 
 @triton.jit
+def runs(start, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Entry of the page table and slot in that page where each run of a tile begins, [RUNS].
+
+    A run is as many tokens as share a page wherever the tile begins, a power of two.
+    """
+    RUN: tl.constexpr = min(PAGE & -PAGE, TILE)
+    run = tl.arange(0, TILE // RUN)
+    if PAGE % TILE == 0:
+        entry, slot = start // PAGE + run, start % PAGE + run
+    elif PAGE == RUN:
+        entry, slot = start // PAGE + run, run * 0
+    else:
+        begin = start + run * RUN
+        entry, slot = begin // PAGE, begin % PAGE
+    return entry, slot
+
+
+@triton.jit
+def attended_runs(start, first, seq_len, RUNS: tl.constexpr, TILE: tl.constexpr):
+    """Whether each run of a tile holds a token that is attended to."""
+    RUN: tl.constexpr = TILE // RUNS
+    begin = start + tl.arange(0, RUNS) * RUN
+    return (begin + RUN > first) & (begin < seq_len)
+
+
+@triton.jit
+def run_pages(table_ptr, stride, start, wanted, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Page of each run of a tile, [RUNS]; entries that are not wanted are not read.
+
+    The next tile's are asked for before this tile is read, so that no tile waits for its pages.
+    """
+    entry, _ = runs(start, PAGE, TILE)
+    return tl.load(table_ptr + entry * stride, mask=wanted, other=0)
+
+
+@triton.jit
+def run_rows(page, page_stride, start, SIZE: tl.constexpr, PAGE: tl.constexpr,
+             TILE: tl.constexpr):  # fmt: skip
+    """Where each token's row of SIZE elements begins in a cache of token rows, [TILE]."""
+    RUN: tl.constexpr = TILE // page.shape[0]
+    _, slot = runs(start, PAGE, TILE)
+    begin = page.to(tl.int64) * page_stride + slot * SIZE
+    row = begin[:, None] + (tl.arange(0, RUN) * SIZE)[None, :]
+    return tl.multiple_of(tl.reshape(row, [TILE]), 16)  # here: a call's result keeps no hint
+
+
+@triton.jit
 def find_pages(table_ptr, stride, start, token, first, seq_len, PAGE: tl.constexpr,
                TILE: tl.constexpr):  # fmt: skip
     """Page, one for the tile or one for each token, and offset in it of positions start + token.

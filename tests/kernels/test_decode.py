@@ -41,7 +41,7 @@ def test_head_sizes_and_ragged_lengths(name, variant, head_dim):
 
 
 @FORMATS
-@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 96, 128, 192, 256])
 def test_page_sizes(name, page_size):
     case = Case(PageLayout(name, page_size, 2, 128), RAGGED, device="cuda")
     check(case)
@@ -93,11 +93,12 @@ def test_options_alone_and_together(name, page_size, splits):
 
 
 @FORMATS
-def test_pages_before_the_window_are_not_read(name):
-    case = Case(PageLayout(name, 16, 2, 128), [500, 64], device="cuda")
+@pytest.mark.parametrize("page_size", [16, 48, 128])
+def test_pages_before_the_window_are_not_read(name, page_size):
+    case = Case(PageLayout(name, page_size, 2, 128), [500, 64], device="cuda")
     expected = case.expected(window=40)
-    case.table[0, : (500 - 40) // 16] = 2**31 - 1
-    case.table[1, :1] = -(2**31)
+    case.table[0, : (500 - 40) // page_size] = 2**31 - 1
+    case.table[1, : (64 - 40) // page_size] = -(2**31)
     for splits in (1, 2, None):
         out = attend(case, window=40, num_kv_splits=splits)
         assert relative_error(out, expected) <= 1.5 * BOUNDS["default"]
