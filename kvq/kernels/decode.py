@@ -96,7 +96,7 @@ def _nvfp4_plan(layout: PageLayout, heads: int, common: dict[str, Any]) -> Plan:
     heads = min(max(heads, 4), 8 if wide else 16)  # 2 * heads columns, of at least eight
     constants = common | {
         "K_HALF": k_half, "V_HALF": v_half, "K_WIDTH": k_width, "V_WIDTH": v_width,
-        "CHUNK": layout.chunk, "STAGES": 5,
+        "CHUNK": layout.chunk, "STAGES": 3,
     }  # fmt: skip
     if heads == 4 and not wide:
         constants["maxnreg"] = 168  # of 65536, for 12 warps

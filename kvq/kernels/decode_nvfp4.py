@@ -19,8 +19,10 @@ from kvq.kernels.nvfp4_tiles import (
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
-    find_pages,
+    attended_runs,
     logits,
+    run_pages,
+    runs,
     split_range,
     store_split,
     weights_of,
@@ -44,7 +46,7 @@ def _weights(p, COPIES: tl.constexpr):
 @triton.jit
 def _tile(
     low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start, seq_len,
-    k_ptr, k_scales_ptr, v_ptr, v_scales_ptr, table_ptr, table_stride, k_page_stride, v_page_stride,
+    k_ptr, v_ptr, page, k_page_stride, v_page_stride,
     K_HALF: tl.constexpr, V_HALF: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
@@ -52,37 +54,41 @@ def _tile(
     HEADS: tl.constexpr = scale.shape[0]
     TOKENS: tl.constexpr = query[0].shape[1] // HEADS
     ROWS: tl.constexpr = TILE // TOKENS
-    row, pair = TOKENS * tl.arange(0, ROWS), 2 * tl.arange(0, TILE // 2)
-    of_row = (start + row)[:, None] + tl.arange(0, TOKENS)[None, :]
-    inside = (of_row >= first) & (of_row < seq_len)
-    if PAGE % TILE == 0:
-        page, begin = find_pages(table_ptr, table_stride, start, 0, first, seq_len, PAGE, TILE)
-        token, v_page, v_token = row, page, pair
+    RUN: tl.constexpr = TILE // page.shape[0]
+    _, slot = runs(start, PAGE, TILE)
+    if RUN == TILE:  # numbers are cheaper than tensors of one
+        page, slot = tl.sum(page, 0), tl.sum(slot, 0)
     else:
-        page, token = find_pages(table_ptr, table_stride, start, row, first, seq_len, PAGE, TILE)
-        v_page, v_token = find_pages(
-            table_ptr, table_stride, start, pair, first, seq_len, PAGE, TILE
-        )
-        begin = 0
-    at = page * k_page_stride + begin * K_HALF
-    codes_ptr = tl.multiple_of(k_ptr + at // 2 + token * (K_HALF // 2), 16)
-    at = page * k_page_stride + begin * (K_HALF // 8)
-    scales_ptr = k_scales_ptr + at // 2 + token * (K_HALF // 16)
+        page, slot = page[:, None], slot[:, None]
+    row = TOKENS * tl.arange(0, RUN // TOKENS)[None, :]
+    page_ptr = k_ptr + page.to(tl.int64) * k_page_stride
+    codes_ptr = (page_ptr + slot * K_HALF) + row * K_HALF
+    codes_ptr = tl.reshape(codes_ptr, [ROWS]).to(tl.pointer_type(tl.int16), bitcast=True)
+    scales_ptr = (page_ptr + PAGE * K_HALF + slot * (K_HALF // 8)) + row * (K_HALF // 8)
+    scales_ptr = tl.reshape(scales_ptr, [ROWS]).to(tl.pointer_type(tl.int16), bitcast=True)
+    codes_ptr = tl.multiple_of(codes_ptr, 16)
     if K_HALF % 64 == 0:
         scales_ptr = tl.multiple_of(scales_ptr, 8 * TOKENS)
+    of_row = (start + TOKENS * tl.arange(0, ROWS))[:, None] + tl.arange(0, TOKENS)[None, :]
+    inside = (of_row >= first) & (of_row < seq_len)
     a, b, c, d = key_tile(codes_ptr, scales_ptr, inside, K_HALF, 2 * query[0].shape[0] // TOKENS,
                           TOKENS, MASKED)  # fmt: skip
     # two sums, since each product waits for the one before in its sum
     products = tl.dot(b, query[1], tl.dot(a, query[0])) + tl.dot(d, query[3], tl.dot(c, query[2]))
 
-    column = v_token // CHUNK * (V_HALF * CHUNK // 2) + v_token % CHUNK // 2
-    codes_ptr = v_ptr + (v_page * v_page_stride + begin * V_HALF) // 2 + column
-    codes_ptr = tl.max_contiguous(tl.multiple_of(codes_ptr, 16), 8)  # 16 tokens stay together
-    column = v_token // CHUNK * (V_HALF * CHUNK // 32) + v_token % CHUNK // 2
-    scales_ptr = v_scales_ptr + (v_page * v_page_stride + begin * (V_HALF // 8)) // 4 + column
+    token = 2 * tl.arange(0, RUN // 2)[None, :]
+    chunk, token = token // CHUNK, token % CHUNK
+    page_ptr = v_ptr + page.to(tl.int64) * v_page_stride
+    codes_ptr = (page_ptr + slot * V_HALF) + (chunk * (V_HALF * CHUNK) + token)
+    codes_ptr = tl.reshape(codes_ptr, [TILE // 2]).to(tl.pointer_type(tl.int16), bitcast=True)
+    scales_ptr = page_ptr + PAGE * V_HALF + slot * (V_HALF // 8)
+    scales_ptr += chunk * (V_HALF * CHUNK // 8) + 2 * token
+    scales_ptr = tl.reshape(scales_ptr, [TILE // 2]).to(tl.pointer_type(tl.int32), bitcast=True)
+    # 16 tokens stay together
+    codes_ptr = tl.max_contiguous(tl.multiple_of(codes_ptr, 16), 8)
     scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, 16), 8)
     # before the softmax, whose steps wait for each other
-    position = start + pair
+    position = start + 2 * tl.arange(0, TILE // 2)
     v = value_tile(
         codes_ptr, scales_ptr, (position >= first) & (position < seq_len),
         (position + 1 >= first) & (position + 1 < seq_len), V_HALF, V_WIDTH, CHUNK, MASKED,
@@ -124,6 +130,9 @@ def decode_nvfp4(
     valid, heads = member < GROUP, kv_head * GROUP + member
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
     first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    table_ptr += batch * table_strides[0]
+    page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
     COPIES: tl.constexpr = 1 if HEADS >= 8 else 2  # a product has at least eight columns
     query, q_scale = query_tiles(
@@ -138,27 +147,24 @@ def decode_nvfp4(
     high_acc = tl.zeros_like(low_acc)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    table_ptr += batch * table_strides[0]
     k_ptr += kv_head * k_strides[1]
     v_ptr += kv_head * v_strides[1]
-    k_codes_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    v_codes_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    k_scales_ptr = (k_ptr + PAGE * K_HALF).to(tl.pointer_type(tl.int16), bitcast=True)
-    v_scales_ptr = (v_ptr + PAGE * V_HALF).to(tl.pointer_type(tl.int32), bitcast=True)
-    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        after = start + TILE
+        next_page = run_pages(table_ptr, table_strides[1], after, after < whole, PAGE, TILE)
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
-            seq_len, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr, table_ptr,
-            table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE, CHUNK,
-            TILE, SOFTCAP, ALIBI, False,
+            seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
+            CHUNK, TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
+        page = next_page
     for start in tl.range(whole, end, TILE, num_stages=1):
+        attended = attended_runs(start, first, seq_len, page.shape[0], TILE)
+        page = run_pages(table_ptr, table_strides[1], start, attended, PAGE, TILE)
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
-            seq_len, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr, table_ptr,
-            table_strides[1], k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE, CHUNK,
-            TILE, SOFTCAP, ALIBI, True,
+            seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
+            CHUNK, TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride) * (CODE_SCALE * UNSHIFT)
     total = tl.sum(total, 0) * UNSHIFT

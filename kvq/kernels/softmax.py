@@ -31,6 +31,7 @@ def runs(start, PAGE: tl.constexpr, TILE: tl.constexpr):
     """
     RUN: tl.constexpr = min(PAGE & -PAGE, TILE)
     run = tl.arange(0, TILE // RUN)
+    start = start.to(tl.uint32)  # numbers without a sign divide in a shift
     if PAGE % TILE == 0:
         entry, slot = start // PAGE + run, start % PAGE + run
     elif PAGE == RUN:
@@ -38,7 +39,7 @@ def runs(start, PAGE: tl.constexpr, TILE: tl.constexpr):
     else:
         begin = start + run * RUN
         entry, slot = begin // PAGE, begin % PAGE
-    return entry, slot
+    return entry.to(tl.int32), slot.to(tl.int32)
 
 
 @triton.jit
