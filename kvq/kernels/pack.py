@@ -2,8 +2,12 @@
 
 A thread has 16 dimensions of one token, in NVFP4 pages of each half: a block, and the bytes that
 both give. Where a page is token-contiguous neighbouring threads have neighbouring tokens, whose
-bytes are one run if their slots are, wherever in a page it begins.
+bytes are one run if their slots are, wherever in a page it begins. Two programs that write parts
+of the same 32 bytes take longer than one that writes them all. So many tokens of V are written to
+FP8 pages in windows that begin and end where 32 bytes do.
 """
+
+import math
 
 import torch
 import triton
@@ -12,26 +16,13 @@ from torch import Tensor
 
 from kvq.kernels.checks import Scale, check_append, check_caches, head_scale
 from kvq.kernels.launch import check_device, on_device
-from kvq.kernels.numerics import (
-    E2M1_MAX,
-    SHORT_SCALE_MAX,
-    SHORT_SCALE_MIN,
-    inverse_power,
-    larger,
-    largest,
-    magnitude,
-    nvfp4_block_scale,
-    quantize_e4m3,
-    quotient,
-    reciprocal_terms,
-    round_e2m1,
-    short_quotient,
-    sign_bits,
-    with_sign,
-)
+from kvq.kernels.numerics import SHORT_SCALE_MAX, SHORT_SCALE_MIN, inverse_power, quantize_e4m3
+from kvq.kernels.nvfp4_codes import block_scales, page_bytes
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
 
-_TOKENS = 32  # of a program, as many as a warp has threads
+_TOKENS = 32  # of a tile, as many as a warp has threads
+_TILES = 2  # of a window, whose program waits once for the slots that say where it begins
+_MANY = 1024  # tiles of all heads, about as many as an H200 has room for at a time
 _MOST_THREADS = 256
 _REGISTERS = 48  # of a thread: as many as 16-bit x needs in NVFP4 pages, and no more
 PIECE = tl.constexpr(BLOCK_SIZE)
@@ -70,64 +61,15 @@ def _store(page_ptrs, offset, piece, first, second, mask, SIZE: tl.constexpr, CH
 
 
 @triton.jit
-def _block_scales(first, second, scale):
-    """E4M3 block scales [ITEMS], and the effective scales [ITEMS, 1]."""
-    amax = largest(larger(magnitude(first), magnitude(second)), 1)
-    block_scale = nvfp4_block_scale(amax, scale, first.dtype != tl.float32)
-    return block_scale, (block_scale.to(tl.float32) * scale)[:, None]
-
-
-@triton.jit
-def _words(x):
-    """Each four bytes of [ITEMS, N], the first lowest, as one int32 of [ITEMS, N // 4]."""
-    N: tl.constexpr = x.shape[1]
-    even, odd = tl.split(tl.reshape(x.to(tl.int32), [x.shape[0], N // 2, 2]))
-    even, odd = tl.split(tl.reshape(even | (odd << 8), [x.shape[0], N // 4, 2]))
-    return even | (odd << 16)
-
-
-@triton.jit
-def _bytes(x):
-    """Undo `_words`."""
-    shifts = (tl.arange(0, 4) * 8)[None, None, :]
-    return tl.reshape((x[:, :, None] >> shifts).to(tl.uint8), [x.shape[0], 4 * x.shape[1]])
-
-
-@triton.jit
-def _codes(x, effective, unit):
-    """E2M1 codes `s e e m` of x / effective, as words of bytes `s 0 0 0 e e m 0`.
-
-    These are the E5M2 codes of 2**-14 of their numbers: one instruction makes two of them.
-    """
-    if x.dtype == tl.float32:
-        y = quotient(x, effective, E2M1_MAX)
-    else:
-        reciprocal, rest = reciprocal_terms(effective * unit)
-        y = short_quotient(x.to(tl.float32) * unit, reciprocal, rest, E2M1_MAX)
-    y = with_sign(round_e2m1(y, 2**-14), sign_bits(x, effective))
-    return _words(y.to(tl.float8e5).to(tl.uint8, bitcast=True))
-
-
-@triton.jit
-def _interleave(low, high):
-    """Bytes `S e e m E E M s` of words of `s 0 0 0 e e m 0` and `S 0 0 0 E E M 0`."""
-    word = (high & ~0x70707070) | ((low << 3) & 0x70707070)
-    return _bytes((word & ~0x01010101) | ((low >> 7) & 0x01010101))
-
-
-@triton.jit
 def _append_nvfp4(
     low, high, page_ptrs, offset, piece, inside, scale, unit, SIZE: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Write a piece of each half of a head, both in two parts; SIZE bytes are a token's.
-
-    16-bit x and the scales are multiplied by unit, a power of two, before they are divided.
-    """
-    low_codes, low_scale = _block_scales(low[0], low[1], scale)
-    high_codes, high_scale = _block_scales(high[0], high[1], scale)
-    first = _interleave(_codes(low[0], low_scale, unit), _codes(high[0], high_scale, unit))
-    second = _interleave(_codes(low[1], low_scale, unit), _codes(high[1], high_scale, unit))
+    """Write a piece of each half of a head, both in two parts; SIZE bytes are a token's."""
+    low_scales, low_effective = block_scales(low, scale)
+    high_scales, high_effective = block_scales(high, scale)
+    first = page_bytes(low[0], high[0], low_effective, high_effective, unit)
+    second = page_bytes(low[1], high[1], low_effective, high_effective, unit)
     _store(page_ptrs, offset, piece, first, second, inside, SIZE, CHUNK, BY_TOKEN)
     BLOCKS: tl.constexpr = SIZE // PIECE
     if BY_TOKEN:
@@ -135,8 +77,8 @@ def _append_nvfp4(
     else:
         pair = offset // CHUNK * (CHUNK * BLOCKS) + piece * CHUNK + offset % CHUNK
     block_ptrs = page_ptrs + PAGE * SIZE + 2 * pair
-    tl.store(block_ptrs, low_codes.to(tl.uint8, bitcast=True), mask=inside)
-    tl.store(block_ptrs + 1, high_codes.to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(block_ptrs, low_scales.to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(block_ptrs + 1, high_scales.to(tl.uint8, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -145,7 +87,7 @@ def _append(
     FORMAT: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     PIECES: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Write K or V of a block of tokens of one head; an item is a piece of a token."""
+    """Write K or V of a tile of tokens of one head; an item is a piece of a token."""
     item = tl.arange(0, TOKENS * PIECES)
     if BY_TOKEN:
         token, piece = item // PIECES, item % PIECES
@@ -195,30 +137,67 @@ def _append(
 
 
 @triton.jit
+def _boundary(slot_ptr, slot_stride, first, num_tokens, ALIGN: tl.constexpr):
+    """Where a window of V begins, and the one before it ends.
+
+    It is the next token from first on whose slot is a multiple of ALIGN, if slots go on by one, and
+    first if the next slot does not. Both windows find it from the same two slots, less than ALIGN
+    after first, which is less than a window: whatever the slots, a token lies in one window.
+    """
+    inside = (first > 0) & (first + 1 < num_tokens)
+    slot_ptr += first * slot_stride
+    slot = tl.load(slot_ptr, mask=inside, other=0).to(tl.int32)
+    is_run = tl.load(slot_ptr + slot_stride, mask=inside, other=0).to(tl.int32) == slot + 1
+    return tl.minimum(first + tl.where(is_run, -slot & (ALIGN - 1), 0), num_tokens)
+
+
+@triton.jit
 def _append_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, num_tokens,
     k_strides, v_strides, k_cache_strides, v_cache_strides, slot_stride, k_scale_stride,
     v_scale_stride,
     FORMAT: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    SIDES: tl.constexpr, TOKENS: tl.constexpr, K_PIECES: tl.constexpr, V_PIECES: tl.constexpr,
-    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
+    SIDES: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr, ALIGN: tl.constexpr,
+    K_PIECES: tl.constexpr, V_PIECES: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    K_HALF: tl.constexpr, V_HALF: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of K, or a tile or a window of TILES of V, of one head."""
+    PARTS: tl.constexpr = TILES + SIDES - 1
     # neighbouring programs have the heads of the same tokens, which lie side by side
-    pid = tl.program_id(0).to(tl.int64)
-    head, begin = pid % HEADS, pid // (HEADS * SIDES) * TOKENS
-    if pid // HEADS % SIDES == 0:
-        _append(
-            k_ptr + head * k_strides[1], k_cache_ptr + head * k_cache_strides[1], slot_ptr,
-            k_scale_ptr + head * k_scale_stride, begin, num_tokens, k_strides, k_cache_strides[0],
-            slot_stride, FORMAT, PAGE, CHUNK, TOKENS, K_PIECES, K_SIZE, K_HALF, True,
-        )  # fmt: skip
+    pid = tl.program_id(0)
+    head = (pid % HEADS).to(tl.int64)
+    part = pid // HEADS % PARTS
+    begin = (pid // (HEADS * PARTS)).to(tl.int64) * (TILES * TOKENS)
+    if part < TILES:
+        begin += part * TOKENS
+        if (begin < num_tokens) | (TILES == 1):
+            _append(
+                k_ptr + head * k_strides[1], k_cache_ptr + head * k_cache_strides[1], slot_ptr,
+                k_scale_ptr + head * k_scale_stride, begin, num_tokens, k_strides,
+                k_cache_strides[0], slot_stride, FORMAT, PAGE, CHUNK, TOKENS, K_PIECES, K_SIZE,
+                K_HALF, True,
+            )  # fmt: skip
     elif SIDES == 2:
-        BY_TOKEN: tl.constexpr = FORMAT != "nvfp4" and FORMAT != "fp8_e4m3"
-        _append(
-            v_ptr + head * v_strides[1], v_cache_ptr + head * v_cache_strides[1], slot_ptr,
-            v_scale_ptr + head * v_scale_stride, begin, num_tokens, v_strides, v_cache_strides[0],
-            slot_stride, FORMAT, PAGE, CHUNK, TOKENS, V_PIECES, V_SIZE, V_HALF, BY_TOKEN,
-        )  # fmt: skip
+        v_ptr += head * v_strides[1]
+        v_cache_ptr += head * v_cache_strides[1]
+        v_scale_ptr += head * v_scale_stride
+        if TILES == 1:
+            BY_TOKEN: tl.constexpr = FORMAT != "nvfp4" and FORMAT != "fp8_e4m3"
+            _append(
+                v_ptr, v_cache_ptr, slot_ptr, v_scale_ptr, begin, num_tokens, v_strides,
+                v_cache_strides[0], slot_stride, FORMAT, PAGE, CHUNK, TOKENS, V_PIECES, V_SIZE,
+                V_HALF, BY_TOKEN,
+            )  # fmt: skip
+        else:
+            end = _boundary(slot_ptr, slot_stride, begin + TILES * TOKENS, num_tokens, ALIGN)
+            begin = _boundary(slot_ptr, slot_stride, begin, num_tokens, ALIGN)
+            while begin < end:
+                _append(
+                    v_ptr, v_cache_ptr, slot_ptr, v_scale_ptr, begin, end, v_strides,
+                    v_cache_strides[0], slot_stride, FORMAT, PAGE, CHUNK, TOKENS, V_PIECES, V_SIZE,
+                    V_HALF, False,
+                )  # fmt: skip
+                begin += TOKENS
 
 
 def append_kv(
@@ -269,15 +248,19 @@ def append_kv(
     pieces = max(k_pieces, v_pieces)
     tokens = min(_TOKENS, max(_MOST_THREADS // pieces, 1))
     sides = 1 if v is None else 2
+    many = triton.cdiv(k.shape[0], tokens) * heads >= _MANY
+    tiles = _TILES if many and layout.format == "fp8_e4m3" and v is not None else 1
+    programs = triton.cdiv(k.shape[0], tokens * tiles) * heads * (tiles + sides - 1)
     registers = _REGISTERS if layout.format == "nvfp4" and k.dtype != torch.float32 else None
     with on_device(k):
-        _append_kv[(triton.cdiv(k.shape[0], tokens) * heads * sides,)](
+        _append_kv[(programs,)](
             k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, k.shape[0],
             k.stride(), (0, 0, 0) if v is None else v.stride(), k_cache.stride()[:2],
             (0, 0) if v_cache is None else v_cache.stride()[:2], slot_mapping.stride(0),
             k_scales.stride(0), v_scales.stride(0),
             FORMAT=layout.format, PAGE=layout.page_size, CHUNK=layout.chunk, HEADS=heads,
-            SIDES=sides, TOKENS=tokens, K_PIECES=k_pieces, V_PIECES=v_pieces,
-            K_SIZE=layout.head_dim, V_SIZE=size, K_HALF=half(layout.head_dim), V_HALF=half(size),
+            SIDES=sides, TOKENS=tokens, TILES=tiles, ALIGN=math.gcd(layout.chunk, tokens),
+            K_PIECES=k_pieces, V_PIECES=v_pieces, K_SIZE=layout.head_dim, V_SIZE=size,
+            K_HALF=half(layout.head_dim), V_HALF=half(size),
             num_warps=max(tokens * pieces // 32, 1), maxnreg=registers,
         )  # fmt: skip

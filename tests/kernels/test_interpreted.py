@@ -11,9 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvq.formats import FP8_E4M3, INT8, MXFP4, MXFP8, NVFP4, NVFP4_KV
 from kvq.kernels import reference
+from kvq.kernels.pages import PageLayout
 from tests.kernels.cases import LAYOUTS, Case, bound_of, poisoned, relative_error
 
 pytestmark = pytest.mark.interpreter
@@ -106,6 +109,34 @@ def test_every_byte_of_a_page_is_the_twins(layout):
         call(case.k, case.v, *target, case.slots, layout=layout, **case.scales)
     for cache, wanted in zip(caches, expected, strict=True):
         assert cache is None or same_bytes(cache, wanted), case.seed
+
+
+RUNS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 63)), min_size=1, max_size=6)
+
+
+@settings(max_examples=25, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(RUNS, st.sampled_from([16, 32, 48, 64]), st.sampled_from([16, 256]), st.randoms())
+def test_windows_leave_no_token_out_whatever_the_slots_are(runs, page_size, size, random):
+    from kvq.kernels import pack
+
+    layout = PageLayout("fp8_e4m3", page_size, 1, 16, size)
+    free = random.sample(range(64), 64)
+    slots = []
+    for length, offset in runs:  # an offset other than 0 goes on in the request's last page
+        places = range(offset % page_size, offset % page_size + length)
+        pages = [free.pop() for _ in range(places[-1] // page_size + 1)]
+        slots += [pages[i // page_size] * page_size + i % page_size for i in places]
+    if random.random() < 0.3:
+        random.shuffle(slots)
+    slots = torch.tensor([-i - 1 if random.random() < 0.05 else i for i in slots])
+    k, v = torch.randn(len(slots), 1, 16), torch.randn(len(slots), 1, size)
+    caches, expected = (poisoned(layout, 64) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "_MANY", 0)
+        pack.append_kv(k, v, *caches, slots, layout=layout, k_scale=0.01, v_scale=0.02)
+    reference.append_kv(k, v, *expected, slots, layout=layout, k_scale=0.01, v_scale=0.02)
+    assert all(same_bytes(a, b) for a, b in zip(caches, expected, strict=True))
 
 
 def attend(case, **options):

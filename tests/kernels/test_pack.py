@@ -43,11 +43,13 @@ def test_padding_is_skipped_and_neighbours_are_untouched(layout):
     assert same_bytes(caches, expected), case.seed
 
 
+@pytest.mark.parametrize("many", [0, 2**31], ids=["windows", "tiles"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "nvfp4"])
-def test_slots_that_begin_anywhere_in_a_page_and_in_any_order(name, head_dim):
+def test_slots_that_begin_anywhere_in_a_page_and_in_any_order(name, head_dim, many, monkeypatch):
     from kvq.kernels.pack import append_kv
 
+    monkeypatch.setattr("kvq.kernels.pack._MANY", many)
     layout = PageLayout(name, 32, 3, head_dim)
     case = Case(layout, [200, 3, 131], device="cuda")
     for slots in (case.slots.flip(0), case.slots[torch.randperm(334)], case.slots.roll(7)):
@@ -58,18 +60,20 @@ def test_slots_that_begin_anywhere_in_a_page_and_in_any_order(name, head_dim):
 
 
 @ALL
-def test_strided_tokens_and_interleaved_caches(layout):
+def test_strided_tokens_and_interleaved_caches(layout, monkeypatch):
     from kvq.kernels.pack import append_kv
 
-    case = Case(layout, [33], device="cuda")
+    monkeypatch.setattr("kvq.kernels.pack._MANY", 0)
+    case = Case(layout, [30, 103], device="cuda")
     heads, size = layout.num_kv_heads, layout.head_dim
-    wide = torch.zeros(33, heads, 3 * size, dtype=case.k.dtype, device="cuda")
+    wide = torch.zeros(133, heads, 3 * size, dtype=case.k.dtype, device="cuda")
     k = wide[..., size : 2 * size]
     k.copy_(case.k)
     v = case.v if case.v is None else case.v.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     caches = poisoned(layout, 2 * case.num_pages, "cuda")
     caches = tuple(None if cache is None else cache[::2] for cache in caches)
-    append_kv(k, v, *caches, case.slots, layout=layout, **case.scales)
+    slots = case.slots.repeat_interleave(2)[::2]
+    append_kv(k, v, *caches, slots, layout=layout, **case.scales)
     caches = tuple(None if cache is None else cache.contiguous() for cache in caches)
     assert same_bytes(caches, (case.k_cache, case.v_cache)), case.seed
 
@@ -116,6 +120,17 @@ def test_offsets_beyond_int32(name):
     append_kv(k, v, *caches, slots + (num_pages - 2) * 16, layout=layout, k_scale=0.01, v_scale=0.1)
     reference.append_kv(k, v, *small, slots, layout=layout, k_scale=0.01, v_scale=0.1)
     assert same_bytes([cache[-2:].contiguous() for cache in caches], small)
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 128])
+def test_many_requests_of_many_lengths(page_size):
+    from kvq.kernels.pack import append_kv
+
+    layout = PageLayout("fp8_e4m3", page_size, 8, 128)
+    case = Case(layout, torch.randint(1, 1000, (12,)).tolist() + [1000] * 5, device="cuda")
+    caches = poisoned(layout, case.num_pages, "cuda")
+    append_kv(case.k, case.v, *caches, case.slots, layout=layout, **case.scales)
+    assert same_bytes(caches, (case.k_cache, case.v_cache)), case.seed
 
 
 def test_no_tokens():
