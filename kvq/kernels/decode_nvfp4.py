@@ -61,7 +61,7 @@ def _tile(
     else:
         page, slot = page[:, None], slot[:, None]
     row = TOKENS * tl.arange(0, RUN // TOKENS)[None, :]
-    page_ptr = k_ptr + page.to(tl.int64) * k_page_stride
+    page_ptr = k_ptr + page.to(tl.uint32).to(tl.int64) * k_page_stride
     codes_ptr = (page_ptr + slot * K_HALF) + row * K_HALF
     codes_ptr = tl.reshape(codes_ptr, [ROWS]).to(tl.pointer_type(tl.int16), bitcast=True)
     scales_ptr = (page_ptr + PAGE * K_HALF + slot * (K_HALF // 8)) + row * (K_HALF // 8)
@@ -78,7 +78,7 @@ def _tile(
 
     token = 2 * tl.arange(0, RUN // 2)[None, :]
     chunk, token = token // CHUNK, token % CHUNK
-    page_ptr = v_ptr + page.to(tl.int64) * v_page_stride
+    page_ptr = v_ptr + page.to(tl.uint32).to(tl.int64) * v_page_stride
     codes_ptr = (page_ptr + slot * V_HALF) + (chunk * (V_HALF * CHUNK) + token)
     codes_ptr = tl.reshape(codes_ptr, [TILE // 2]).to(tl.pointer_type(tl.int16), bitcast=True)
     scales_ptr = page_ptr + PAGE * V_HALF + slot * (V_HALF // 8)
@@ -97,14 +97,17 @@ def _tile(
     products = tl.permute(tl.reshape(products, [ROWS, HEADS, TOKENS]), (0, 2, 1))
     x = logits(tl.reshape(products, [TILE, HEADS]), scale, softcap, slopes,
                start + tl.arange(0, TILE), first, seq_len, SOFTCAP, ALIBI, MASKED)  # fmt: skip
-    running_max, factor = advance(x, running_max)
-    p = weights_of(x, running_max, SHIFT)
+    new_max, factor = advance(x, running_max)
+    p = weights_of(x, new_max, SHIFT)
     total = total * factor[None, :] + p
     COPIES: tl.constexpr = low_acc.shape[2] // HEADS
     first_p, second_p = _weights(p, COPIES)
-    factors = repeat(factor, COPIES)[None, None, :]
-    low_acc, high_acc = add_values(low_acc * factors, high_acc * factors, v, first_p, second_p)
-    return low_acc, high_acc, running_max, total
+    if tl.max((new_max > running_max).to(tl.int32), 0) > 0:  # which is rare
+        factors = repeat(factor, COPIES)[None, None, :]
+        low_acc *= factors
+        high_acc *= factors
+    low_acc, high_acc = add_values(low_acc, high_acc, v, first_p, second_p)
+    return low_acc, high_acc, new_max, total
 
 
 @triton.jit

@@ -121,12 +121,12 @@ def advance(x, running_max):
 
 @triton.jit
 def weights_of(x, running_max, SHIFT: tl.constexpr):
-    """P [TILE, HEADS] times 2**SHIFT and not above that; NaN stays.
+    """P [TILE, HEADS] times 2**SHIFT and not above that.
 
-    Where logits are so large that their differences are rounded it would be, and might overflow.
+    The shift comes last: where logits are so large that their differences are rounded, these are
+    still not above zero.
     """
-    exponent = x - (running_max - SHIFT)[None, :]
-    return tl.exp2(tl.minimum(exponent, SHIFT, propagate_nan=tl.PropagateNan.ALL))
+    return tl.exp2((x - running_max[None, :]) + SHIFT)
 
 
 @triton.jit
