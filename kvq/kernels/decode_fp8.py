@@ -1,7 +1,8 @@
 """Decode attention over FP8 pages: K and V go from memory to the tensor cores as they are.
 
 The KV tile is the wide operand of both products, `S = K q^T` and `O = V P^T`. With TERMS 2 q and P
-are sums of two E4M3 numbers, in neighbouring columns of the same product.
+are sums of two E4M3 numbers, in neighbouring columns of the same product. Where a tile covers
+several pages, V's tokens of a dimension come side by side on the way to registers.
 """
 
 import triton
@@ -91,7 +92,7 @@ def _tile(
     running_max, factor = advance(x, running_max)
     p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
-    # rows of one run's tokens: neighbouring threads read neighbouring dimensions of a page
+    # a row is one run's tokens of one dimension, so that neighbouring threads read one page
     _, slot = runs(start, PAGE, TILE)
     v_row = (page.to(tl.int64) * v_page_stride + slot)[:, None] + (dv * PAGE)[None, :]
     v_row = tl.multiple_of(tl.reshape(v_row, [RUNS * WIDTH]), 16)
@@ -104,7 +105,7 @@ def _tile(
         v = tl.load(v_ptrs, mask=wanted[:, None], other=0.0)
     else:
         v = tl.load(v_ptrs)
-    if RUNS > 1:  # through registers
+    if RUNS > 1:  # else V stays in shared memory
         v = tl.permute(tl.reshape(v, [RUNS, WIDTH, RUN]), (1, 0, 2))
         v = tl.reshape(v, [WIDTH, TILE])
     if MASKED:
