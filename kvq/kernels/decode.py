@@ -86,24 +86,22 @@ def plan(layout: PageLayout, group: int, variant: Variant) -> Plan:
 
 
 def _nvfp4_plan(layout: PageLayout, heads: int, common: dict[str, Any]) -> Plan:
-    """Programs of one warp, a multiple of four on a multiprocessor where memory allows it.
+    """Programs of one warp, a multiple of four on a multiprocessor where registers allow it.
 
     Warps stay with one of its four schedulers: nine leave three of them waiting for the fourth.
     """
     k_half, v_half = half(layout.head_dim), half(layout.value_dim)
     k_width, v_width = _power_of_two(k_half), _power_of_two(v_half)
     wide = max(k_width, v_width) > 64
-    heads = min(max(heads, 4), 8 if wide else 16)  # 2 * heads columns, of at least eight
+    heads = min(max(heads, 4), 8 if wide else 16)
     constants = common | {
-        "K_HALF": k_half, "V_HALF": v_half, "K_WIDTH": k_width, "V_WIDTH": v_width,
-        "CHUNK": layout.chunk, "STAGES": 3,
+        "K_HALF": k_half, "V_HALF": v_half, "K_WIDTH": k_width, "V_WIDTH": v_width, "STAGES": 3,
     }  # fmt: skip
-    if heads == 4 and not wide:
+    per_sm = 8
+    if heads <= 8 and not wide:
         constants["maxnreg"] = 168  # of 65536, for 12 warps
-        return Plan(decode_nvfp4, constants, 32, heads, 1, 0, 12)
-    tile = 64 if heads == 8 and not wide else 32
-    per_sm = 6 if heads == 8 and wide else 8
-    return Plan(decode_nvfp4, constants, tile, heads, 1, 0, per_sm)
+        per_sm = 12
+    return Plan(decode_nvfp4, constants, 32, heads, 1, 0, per_sm)
 
 
 def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:

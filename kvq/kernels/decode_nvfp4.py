@@ -40,7 +40,9 @@ def _weights(p, COPIES: tl.constexpr):
     ROWS: tl.constexpr = p.shape[0] // 2
     HEADS: tl.constexpr = p.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(p, [ROWS, 2, HEADS]), (0, 2, 1)))
-    return repeat_columns(first.to(tl.float16), COPIES), repeat_columns(second.to(tl.float16), COPIES)
+    return repeat_columns(first.to(tl.float16), COPIES), repeat_columns(
+        second.to(tl.float16), COPIES
+    )
 
 
 @triton.jit
@@ -48,59 +50,38 @@ def _tile(
     low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start, seq_len,
     k_ptr, v_ptr, page, k_page_stride, v_page_stride,
     K_HALF: tl.constexpr, V_HALF: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = scale.shape[0]
-    TOKENS: tl.constexpr = query[0].shape[1] // HEADS
-    ROWS: tl.constexpr = TILE // TOKENS
+    COPIES: tl.constexpr = low_acc.shape[2] // HEADS
     RUN: tl.constexpr = TILE // page.shape[0]
     _, slot = runs(start, PAGE, TILE)
     if RUN == TILE:  # numbers are cheaper than tensors of one
         page, slot = tl.sum(page, 0), tl.sum(slot, 0)
     else:
         page, slot = page[:, None], slot[:, None]
-    row = TOKENS * tl.arange(0, RUN // TOKENS)[None, :]
-    page_ptr = k_ptr + page.to(tl.uint32).to(tl.int64) * k_page_stride
-    codes_ptr = (page_ptr + slot * K_HALF) + row * K_HALF
-    codes_ptr = tl.reshape(codes_ptr, [ROWS]).to(tl.pointer_type(tl.int16), bitcast=True)
-    scales_ptr = (page_ptr + PAGE * K_HALF + slot * (K_HALF // 8)) + row * (K_HALF // 8)
-    scales_ptr = tl.reshape(scales_ptr, [ROWS]).to(tl.pointer_type(tl.int16), bitcast=True)
-    codes_ptr = tl.multiple_of(codes_ptr, 16)
-    if K_HALF % 64 == 0:
-        scales_ptr = tl.multiple_of(scales_ptr, 8 * TOKENS)
-    of_row = (start + TOKENS * tl.arange(0, ROWS))[:, None] + tl.arange(0, TOKENS)[None, :]
-    inside = (of_row >= first) & (of_row < seq_len)
-    a, b, c, d = key_tile(codes_ptr, scales_ptr, inside, K_HALF, 2 * query[0].shape[0] // TOKENS,
-                          TOKENS, MASKED)  # fmt: skip
+    page = page.to(tl.uint32).to(tl.int64)  # without a sign, so that one product is enough
+    position = tl.reshape(start + tl.arange(0, TILE), [TILE // COPIES, COPIES])
+    inside = (position >= first) & (position < seq_len)
+    K_WIDTH: tl.constexpr = 2 * query[0].shape[0] // COPIES
+    a, b, c, d = key_tile(k_ptr + page * k_page_stride, slot, inside, K_HALF, K_WIDTH, PAGE, RUN,
+                          MASKED)  # fmt: skip
     # two sums, since each product waits for the one before in its sum
     products = tl.dot(b, query[1], tl.dot(a, query[0])) + tl.dot(d, query[3], tl.dot(c, query[2]))
-
-    token = 2 * tl.arange(0, RUN // 2)[None, :]
-    chunk, token = token // CHUNK, token % CHUNK
-    page_ptr = v_ptr + page.to(tl.uint32).to(tl.int64) * v_page_stride
-    codes_ptr = (page_ptr + slot * V_HALF) + (chunk * (V_HALF * CHUNK) + token)
-    codes_ptr = tl.reshape(codes_ptr, [TILE // 2]).to(tl.pointer_type(tl.int16), bitcast=True)
-    scales_ptr = page_ptr + PAGE * V_HALF + slot * (V_HALF // 8)
-    scales_ptr += chunk * (V_HALF * CHUNK // 8) + 2 * token
-    scales_ptr = tl.reshape(scales_ptr, [TILE // 2]).to(tl.pointer_type(tl.int32), bitcast=True)
-    # 16 tokens stay together
-    codes_ptr = tl.max_contiguous(tl.multiple_of(codes_ptr, 16), 8)
-    scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, 16), 8)
-    # before the softmax, whose steps wait for each other
+    # V before the softmax, whose steps wait for each other
     position = start + 2 * tl.arange(0, TILE // 2)
-    v = value_tile(
-        codes_ptr, scales_ptr, (position >= first) & (position < seq_len),
-        (position + 1 >= first) & (position + 1 < seq_len), V_HALF, V_WIDTH, CHUNK, MASKED,
-    )  # fmt: skip
+    inside = (position >= first) & (position < seq_len)
+    second_inside = (position + 1 >= first) & (position + 1 < seq_len)
+    v = value_tile(v_ptr + page * v_page_stride, slot, inside, second_inside, V_HALF, V_WIDTH, PAGE,
+                   RUN, MASKED)  # fmt: skip
 
-    products = tl.permute(tl.reshape(products, [ROWS, HEADS, TOKENS]), (0, 2, 1))
+    products = tl.permute(tl.reshape(products, [TILE // COPIES, HEADS, COPIES]), (0, 2, 1))
     x = logits(tl.reshape(products, [TILE, HEADS]), scale, softcap, slopes,
                start + tl.arange(0, TILE), first, seq_len, SOFTCAP, ALIBI, MASKED)  # fmt: skip
     new_max, factor = advance(x, running_max)
     p = weights_of(x, new_max, SHIFT)
     total = total * factor[None, :] + p
-    COPIES: tl.constexpr = low_acc.shape[2] // HEADS
     first_p, second_p = _weights(p, COPIES)
     if tl.max((new_max > running_max).to(tl.int32), 0) > 0:  # which is rare
         factors = repeat(factor, COPIES)[None, None, :]
@@ -118,7 +99,7 @@ def decode_nvfp4(
     num_splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    V_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +139,7 @@ def decode_nvfp4(
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
             seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
-            CHUNK, TILE, SOFTCAP, ALIBI, False,
+            TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
         page = next_page
     for start in tl.range(whole, end, TILE, num_stages=1):
@@ -167,7 +148,7 @@ def decode_nvfp4(
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
             seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
-            CHUNK, TILE, SOFTCAP, ALIBI, True,
+            TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride) * (CODE_SCALE * UNSHIFT)
     total = tl.sum(total, 0) * UNSHIFT

@@ -9,6 +9,10 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.decode_fp8 import query_scale
+from kvq.kernels.pages import PAGE_MULTIPLE
+
+CHUNK = tl.constexpr(PAGE_MULTIPLE)  # tokens of which V's bytes lie side by side
+
 
 @triton.jit
 def expand(pairs):
@@ -28,7 +32,7 @@ def expand(pairs):
 
 @triton.jit
 def product(x, y):
-    """x * y of float16, two in one instruction."""
+    """Multiply float16, two in one instruction."""
     return tl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [x, y],
                                      dtype=tl.float16, is_pure=True, pack=2)  # fmt: skip
 
@@ -70,26 +74,41 @@ def repeat_columns(x, TIMES: tl.constexpr):
 
 
 @triton.jit
-def key_tile(codes_ptr, scales_ptr, inside, HALF: tl.constexpr, WIDTH: tl.constexpr,
-             TOKENS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """K of TOKENS tokens in each row, from pointers [ROWS]; see `expand` for its parts.
+def _words(ptr, SIZE: tl.constexpr, dtype: tl.constexpr):
+    """Pointers to words, [SIZE], of pointers to bytes of each run of a tile."""
+    return tl.reshape(ptr, [SIZE]).to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def key_tile(page_ptr, slot, inside, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+             RUN: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """K of TOKENS tokens in each row, from each run's page and slot; see `expand` for its parts.
 
     Columns of a part are every second dimension of one token, then of the next. Of other tokens
     than those `inside` [ROWS, TOKENS], scales are zero.
     """
+    ROWS: tl.constexpr = inside.shape[0]
+    TOKENS: tl.constexpr = inside.shape[1]
     UNITS: tl.constexpr = WIDTH // 2  # of two bytes; each token's
+    row = TOKENS * tl.arange(0, RUN // TOKENS)[None, :]
+    codes_ptr = _words((page_ptr + slot * HALF) + row * HALF, ROWS, tl.int16)[:, None]
+    codes_ptr = tl.multiple_of(codes_ptr, [16, 16])
+    scales_ptr = (page_ptr + PAGE * HALF + slot * (HALF // 8)) + row * (HALF // 8)
+    scales_ptr = _words(scales_ptr, ROWS, tl.int16)[:, None]
+    if HALF % 64 == 0:
+        scales_ptr = tl.multiple_of(scales_ptr, [8 * TOKENS, 8 * TOKENS])
     unit, block = tl.arange(0, TOKENS * UNITS), tl.arange(0, TOKENS * UNITS // 8)
     if HALF == WIDTH and not MASKED:
-        codes = tl.load(codes_ptr[:, None] + unit[None, :])
-        words = tl.load(scales_ptr[:, None] + block[None, :])
+        codes, words = tl.load(codes_ptr + unit[None, :]), tl.load(scales_ptr + block[None, :])
     else:
-        codes_ptr = codes_ptr[:, None] + (unit // UNITS * (HALF // 2) + unit % UNITS)[None, :]
+        codes_ptr += (unit // UNITS * (HALF // 2) + unit % UNITS)[None, :]
         codes = tl.load(codes_ptr, mask=(unit % UNITS < HALF // 2)[None, :], other=0)
         own = (block % (UNITS // 8) < HALF // 16)[None, :]
         if MASKED:
+            # a page holds anything past the end, NaN too
             own &= repeat_columns(inside, UNITS // 8)
-        block = block // (UNITS // 8) * (HALF // 16) + block % (UNITS // 8)
-        words = tl.load(scales_ptr[:, None] + block[None, :], mask=own, other=0)
+        scales_ptr += (block // (UNITS // 8) * (HALF // 16) + block % (UNITS // 8))[None, :]
+        words = tl.load(scales_ptr, mask=own, other=0)
     low, high = token_scales(words)
     low, high = repeat_columns(low, 8), repeat_columns(high, 8)
     a, b, c, d = expand(codes)
@@ -97,24 +116,36 @@ def key_tile(codes_ptr, scales_ptr, inside, HALF: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def value_tile(codes_ptr, scales_ptr, first_inside, second_inside, HALF: tl.constexpr,
-               WIDTH: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """V without its scales, and these, from pointers [COLUMNS] of two tokens each.
+def value_tile(page_ptr, slot, first_inside, second_inside, HALF: tl.constexpr,
+               WIDTH: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """V without its scales, and these, of pairs of tokens, from the page and slot of each run.
 
-    A row of V [WIDTH // 16, 16, COLUMNS] is a byte; see `expand` for the parts.
+    A row of V [WIDTH // 16, 16, PAIRS] is a byte; see `expand` for the parts.
     """
+    PAIRS: tl.constexpr = first_inside.shape[0]
+    CHUNKS: tl.constexpr = 2 * PAIRS // CHUNK
+    chunk, token = tl.arange(0, RUN // CHUNK)[None, :], 2 * tl.arange(0, RUN // 2)[None, :]
+    codes_ptr = (page_ptr + slot * HALF) + chunk * (HALF * CHUNK)
+    codes_ptr = tl.multiple_of(_words(codes_ptr, CHUNKS, tl.int16)[:, None, None], [16, 16, 16])
+    scales_ptr = page_ptr + PAGE * HALF + slot * (HALF // 8)
+    scales_ptr += token // CHUNK * (HALF * CHUNK // 8) + token % CHUNK * 2
+    scales_ptr = _words(scales_ptr, PAIRS, tl.int32)[None, :]
+    scales_ptr = tl.max_contiguous(tl.multiple_of(scales_ptr, [1, 16]), [1, 8])
     block = tl.arange(0, WIDTH // 16)
-    byte = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    codes_ptr = codes_ptr[None, None, :] + (byte * (CHUNK // 2))[:, :, None]
-    scales_ptr = scales_ptr[None, :] + (block * (CHUNK // 2))[:, None]
+    # the bytes of a block and a chunk lie side by side
+    codes_ptr += (block * (8 * CHUNK))[None, :, None] + tl.arange(0, 8 * CHUNK)[None, None, :]
+    scales_ptr += (block * (CHUNK // 2))[:, None]
     if HALF == WIDTH:
         codes, words = tl.load(codes_ptr), tl.load(scales_ptr)
     else:
-        codes = tl.load(codes_ptr, mask=(block < HALF // 16)[:, None, None], other=0)
-        words = tl.load(scales_ptr, mask=(block < HALF // 16)[:, None], other=0)
+        own = block < HALF // 16
+        codes = tl.load(codes_ptr, mask=own[None, :, None], other=0)
+        words = tl.load(scales_ptr, mask=own[:, None], other=0)
     if MASKED:
         words &= (tl.where(first_inside, 0xFFFF, 0) | tl.where(second_inside, -0x10000, 0))[None, :]
-    a, b, c, d = expand(codes)
+    codes = tl.permute(tl.reshape(codes, [CHUNKS, WIDTH // 16, 16, CHUNK // 2]), (1, 2, 0, 3))
+    a, b, c, d = expand(tl.reshape(codes, [WIDTH // 16, 16, PAIRS]))
     return a, b, c, d, words[:, :, None]
 
 

@@ -1,21 +1,21 @@
 """The bytes of a page of the KV cache.
 
 A cache is a tensor `[num_pages, num_kv_heads, elements]`; what `elements` holds, by format, with
-`half(d) = 16 * ceil(d / 32)` bytes, `pairs = half / 16` and `chunks = page_size / chunk`, where
-`chunk` is 32 tokens, or 16 if 32 do not divide the page:
+`half(d) = 16 * ceil(d / 32)` bytes, `pairs = half / 16` and `chunks = page_size / 16`:
 
 | format     | K                                    | V                                         |
 |------------|--------------------------------------|-------------------------------------------|
 | bfloat16,  | `[page_size, head_dim]`              | `[page_size, v_head_dim]`                 |
 | float16    |                                      |                                           |
 | fp8_e4m3   | codes `[page_size, head_dim]`        | codes `[v_head_dim, page_size]`           |
-| nvfp4      | codes `[page_size, half]`, then      | codes `[chunks, half, chunk]`, then       |
-|            | block scales `[page_size, pairs, 2]` | block scales `[chunks, pairs, chunk, 2]`  |
+| nvfp4      | codes `[page_size, half]`, then      | codes `[chunks, half, 16]`, then          |
+|            | block scales `[page_size, pairs, 2]` | block scales `[chunks, pairs, 16, 2]`     |
 
 Quantized V is token-contiguous, because the sum with P runs over tokens: tensor cores read
 eight-bit operands only along the dimension they sum over, and a thread that has several tokens of a
-dimension reads their bytes at once. In NVFP4 pages it is so within a chunk, the fewest tokens that
-a program reads at a time, whatever the page's size.
+dimension reads their bytes at once. In NVFP4 pages it is so within a chunk of 16 tokens: the bytes
+of a block and a chunk lie side by side and are one operand of a tensor core, whatever the page's
+size.
 
 An NVFP4 byte holds two dimensions of one token, `d` and `d + half`, so that a byte has one writer
 and each half of the head has its own blocks, whose scales lie in pairs. With s e e m the code of
@@ -35,7 +35,6 @@ PageFormat = Literal["bfloat16", "float16", "fp8_e4m3", "nvfp4"]
 SIXTEEN_BITS = ("bfloat16", "float16")
 PAGE_FORMATS = (*SIXTEEN_BITS, "fp8_e4m3", "nvfp4")
 PAGE_MULTIPLE = 16
-_CHUNK = 32
 BLOCK_SIZE = NVFP4_KV.block_size or 0
 
 
@@ -117,7 +116,7 @@ class PageLayout:
     @property
     def chunk(self) -> int:
         """Tokens of which V's numbers of one dimension lie side by side in a quantized page."""
-        return math.gcd(self.page_size, _CHUNK) if self.format == "nvfp4" else self.page_size
+        return PAGE_MULTIPLE if self.format == "nvfp4" else self.page_size
 
     @property
     def k_scales_offset(self) -> int:

@@ -31,15 +31,9 @@ def runs(start, PAGE: tl.constexpr, TILE: tl.constexpr):
     """
     RUN: tl.constexpr = min(PAGE & -PAGE, TILE)
     run = tl.arange(0, TILE // RUN)
-    start = start.to(tl.uint32)  # numbers without a sign divide in a shift
-    if PAGE % TILE == 0:
-        entry, slot = start // PAGE + run, start % PAGE + run
-    elif PAGE == RUN:
-        entry, slot = start // PAGE + run, run * 0
-    else:
-        begin = start + run * RUN
-        entry, slot = begin // PAGE, begin % PAGE
-    return entry.to(tl.int32), slot.to(tl.int32)
+    begin = (start + run * RUN).to(tl.uint32)  # numbers without a sign divide in a shift
+    slot = run * 0 if PAGE == RUN else (begin % PAGE).to(tl.int32)
+    return (begin // PAGE).to(tl.int32), slot
 
 
 @triton.jit

@@ -111,7 +111,10 @@ def faithful():
         patch.object(builder, "create_dot", create_dot),
         patch.object(builder, "create_minnumf", create_minnumf),
         patch.multiple(
-            nvfp4_tiles, expand=expand, product=product, token_scales=token_scales,
+            nvfp4_tiles,
+            expand=expand,
+            product=product,
+            token_scales=token_scales,
             pair_scales=pair_scales,
         ),  # fmt: skip
         np.errstate(all="ignore"),
