@@ -41,7 +41,7 @@ _LEAST_WIDTH = 32  # dimensions that it reads of one split, a cache line
 
 @dataclass(frozen=True)
 class Plan:
-    """Which kernel, its constants and launch options, and how many a multiprocessor holds."""
+    """Which kernel, its constants and launch options, and what `choose_splits` has to know."""
 
     kernel: Any
     constants: dict[str, Any]
@@ -50,6 +50,7 @@ class Plan:
     warps: int
     shift: float
     per_sm: int
+    busy: float | None = None
 
 
 def _power_of_two(size: int) -> int:
@@ -101,7 +102,7 @@ def _nvfp4_plan(layout: PageLayout, heads: int, common: dict[str, Any]) -> Plan:
     if heads <= 8 and not wide:
         constants["maxnreg"] = 168  # of 65536, for 12 warps
         per_sm = 12
-    return Plan(decode_nvfp4, constants, 32, heads, 1, 0, per_sm)
+    return Plan(decode_nvfp4, constants, 32, heads, 1, 0, per_sm, busy=1.2)
 
 
 def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:
@@ -231,8 +232,10 @@ def _output(q: Tensor, layout: PageLayout, out: Tensor | None) -> Tensor:
 def _splits(chosen: Plan, q: Tensor, layout: PageLayout, longest: int) -> int:
     group = q.shape[1] // layout.num_kv_heads
     programs = q.shape[0] * layout.num_kv_heads * triton.cdiv(group, chosen.heads)
-    slots = multiprocessors(q.device) * chosen.per_sm
-    return choose_splits(programs, triton.cdiv(longest, chosen.tile), slots)
+    return choose_splits(
+        programs, triton.cdiv(longest, chosen.tile), multiprocessors(q.device),
+        per_sm=chosen.per_sm, warps=chosen.warps, busy=chosen.busy,
+    )  # fmt: skip
 
 
 def _launch(
