@@ -83,9 +83,9 @@ def test_a_large_nvfp4_page_holds_v_in_chunks():
     caches = poisoned(layout, 1)
     reference.append_kv(x, x, *caches, torch.tensor([33]), layout=layout, k_scale=1.0, v_scale=1.0)
     page = caches[1][0, 0]
-    codes, scales = page[: 64 * 16].view(2, 16, 32), page[64 * 16 :].view(2, 1, 32, 2)
-    assert codes[1, :, 1].tolist() == [0b01111110] * 16
-    assert scales[1, 0, 1].tolist() == [0x38, 0x40]
+    codes, scales = page[: 64 * 16].view(4, 16, 16), page[64 * 16 :].view(4, 1, 16, 2)
+    assert codes[2, :, 1].tolist() == [0b01111110] * 16
+    assert scales[2, 0, 1].tolist() == [0x38, 0x40]
     assert int((page != POISON).sum()) == 18
 
 
