@@ -1,8 +1,9 @@
 """Decode attention over NVFP4 pages by float16 products, which hold every number of a page exactly.
 
-Shifts turn codes into float16, one multiplication of two applies their block scale. A program is
-one warp with a softmax of its own, so that warps wait for no one; a tile of K has two tokens in a
-row, whose products with q are two columns for each head.
+Shifts turn codes into float16. K's are multiplied by their block scales, two at a time; V's block
+scales are multiplied into P, which has fewer numbers. A program is one warp with a softmax of its
+own, so that warps wait for no one. With four heads a tile of K has two tokens in a row, whose
+products with q are two columns for each head.
 """
 
 import triton
@@ -40,9 +41,8 @@ def _weights(p, COPIES: tl.constexpr):
     ROWS: tl.constexpr = p.shape[0] // 2
     HEADS: tl.constexpr = p.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(p, [ROWS, 2, HEADS]), (0, 2, 1)))
-    return repeat_columns(first.to(tl.float16), COPIES), repeat_columns(
-        second.to(tl.float16), COPIES
-    )
+    first, second = first.to(tl.float16), second.to(tl.float16)
+    return repeat_columns(first, COPIES), repeat_columns(second, COPIES)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def runs(start, PAGE: tl.constexpr, TILE: tl.constexpr):
 
     A run is as many tokens as share a page wherever the tile begins, a power of two.
     """
-    RUN: tl.constexpr = min(PAGE & -PAGE, TILE)
+    RUN: tl.constexpr = TILE if PAGE % TILE == 0 else PAGE & -PAGE
     run = tl.arange(0, TILE // RUN)
     begin = (start + run * RUN).to(tl.uint32)  # numbers without a sign divide in a shift
     slot = run * 0 if PAGE == RUN else (begin % PAGE).to(tl.int32)
