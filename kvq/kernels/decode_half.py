@@ -12,6 +12,7 @@ from kvq.kernels.softmax import (
     run_rows,
     split_range,
     store_split,
+    weights_of,
 )
 
 SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal float16 numbers
@@ -58,7 +59,7 @@ def _tile(
     products = key_products(k_ptr, row, inside, qt, rest_qt, HEAD_DIM, MASKED)
     x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
     running_max, factor = advance(x, running_max)
-    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
     row = run_rows(page, v_page_stride, start, VALUE_DIM, PAGE, TILE)
     v = rows(v_ptr, row, inside, 0, VALUE_DIM, acc.shape[0], MASKED)

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.decode_half import query_rows
-from kvq.kernels.softmax import NOTHING, advance, find_pages, logits, split_range, store_split
+from kvq.kernels.softmax import (
+    NOTHING,
+    advance,
+    find_pages,
+    logits,
+    split_range,
+    store_split,
+    weights_of,
+)
 
 SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal float16 numbers
 E2M1_IN_HALF = tl.constexpr(2.0**14)  # what a code is short of when its bits are put in a float16
@@ -76,7 +84,7 @@ def _tile(
     products = tl.dot(rest, rest_qt, tl.dot(high, high_qt, tl.dot(low, low_qt)))
     x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, MASKED)
     running_max, factor = advance(x, running_max)
-    p = tl.exp2(x - (running_max - SHIFT)[None, :])
+    p = weights_of(x, running_max, SHIFT)
     total = total * factor[None, :] + p
     weights = p.to(DTYPE)
     low_acc = tl.dot(tl.trans(low), weights, low_acc * factor[None, :])
