@@ -23,6 +23,7 @@ from kvq.kernels.softmax import (
 
 SHIFT = tl.constexpr(8)  # P is at most 2**8, so that small weights are normal numbers
 P_REST = tl.constexpr(8.0)  # the first term of P is truncated, which leaves less than 32
+E4M3_NORMAL = tl.constexpr(2.0**-6)  # the smallest normal number
 LEADING_BITS = tl.constexpr(-0x100000)  # sign, exponent and three bits of mantissa of a float32
 
 
@@ -35,6 +36,8 @@ def p_terms(x, TERMS: tl.constexpr):
     """
     if TERMS == 2:
         leading = (x.to(tl.int32, bitcast=True) & LEADING_BITS).to(tl.float32, bitcast=True)
+        # where E4M3 is subnormal the rest, which is larger, holds x better than both
+        leading = tl.where(x > -E4M3_NORMAL, 0.0, leading)
         x = tl.join(leading, (leading - x) * P_REST)
     return x
 
@@ -49,12 +52,14 @@ def sum_terms(leading, rest):
 def query_scale(amax):
     """Power of two that q is divided by, so that bfloat16 numbers are exactly two E4M3 terms.
 
-    The largest magnitude comes to [128, 256); returned with its reciprocal, for amax [...].
+    The largest magnitude comes to [128, 256); returned with its reciprocal, for amax [...]. That of
+    infinity is zero: q then has NaN, where casts would saturate it.
     """
     exponent = amax.to(tl.int32, bitcast=True) >> 23
+    finite = exponent < 255
     exponent = tl.where(exponent == 0, 127, tl.maximum(exponent, 8)) - 7
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, (tl.where(finite, 254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

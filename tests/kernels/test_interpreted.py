@@ -162,15 +162,42 @@ def test_decode_attention_is_the_twins(name, variant):
         )
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["float16", "fp8", "nvfp4", "mla-fp8", "mla-nvfp4"])
 def test_logits_whose_differences_are_rounded_do_not_overflow(name):
-    case = Case(LAYOUTS[name], [1, 0, 17, 70])
-    q = case.q
-    for power in range(20, 29):
-        case.q = q * 2.0**power
+    case = Case(LAYOUTS[name], [1, 0, 17, 70], dtype=torch.float16)
+    for power in range(20, 30):
+        scale = 2.0**power * case.layout.head_dim**-0.5
+        expected = case.expected(softmax_scale=scale)
         for splits in (1, 3):
-            assert relative_error(attend(case, num_kv_splits=splits), case.expected()) <= 1e-2, (
-                case.seed, power)  # fmt: skip
+            out = attend(case, num_kv_splits=splits, softmax_scale=scale)
+            assert relative_error(out, expected) <= 1e-2, (case.seed, power)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("bfloat16", 3e-3), ("float16", 3e-3), ("fp8", 6e-2), ("nvfp4", 3e-3)]
+)
+def test_small_weights_count_where_the_token_of_the_largest_has_no_value(name, bound):
+    case = Case(LAYOUTS[name], [600], dtype=torch.float16)
+    case.q[..., 0] = 64
+    case.k[..., 0] = 0
+    case.k[0, :, 0] = 18 * math.log(2) * case.layout.head_dim**0.5 / 64  # 2**18 of the others'
+    case.v[0] = 0
+    new = case.k, case.v, case.k_cache, case.v_cache, case.slots
+    reference.append_kv(*new, layout=case.layout, **case.scales)
+    assert relative_error(attend(case), case.expected()) <= bound, case.seed
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_infinity_in_q_gives_nan(name):
+    case = Case(LAYOUTS[name], [1, 0, 17, 70])
+    case.k[..., 0] = -1 - case.k[..., 0].abs()
+    new = case.k, case.v, case.k_cache, case.v_cache, case.slots
+    reference.append_kv(*new, layout=case.layout, **case.scales)
+    case.q[2, 5, 0] = math.inf  # all of its head's logits are -inf
+    is_nan = torch.zeros(case.q.shape[:2], dtype=torch.bool)
+    is_nan[2, 5] = True
+    assert torch.equal(case.expected().isnan().any(-1), is_nan)
+    assert torch.equal(attend(case).isnan(), is_nan[:, :, None].expand_as(case.q))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maxima
