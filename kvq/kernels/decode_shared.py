@@ -69,11 +69,10 @@ def _tile(
     WIDTH: tl.constexpr = low_qt.shape[0]
     REST: tl.constexpr = rest_qt.shape[0]
     DTYPE: tl.constexpr = low_qt.dtype
-    token = tl.arange(0, TILE)
-    position = start + token
+    position = start + tl.arange(0, TILE)
     # a page holds anything past the end, NaN too
     inside = (position >= first) & (position < seq_len)
-    page, offset = find_pages(table_ptr, table_stride, start, token, first, seq_len, PAGE, TILE)
+    page, offset = find_pages(table_ptr, table_stride, start, inside, PAGE, TILE)
     base = page * page_stride
     low = _rows(k_ptr, k_scales_ptr, base, offset, inside, 0, WIDTH, FORMAT, HEAD_DIM, HALF,
                 DTYPE, MASKED)  # fmt: skip

@@ -99,7 +99,6 @@ def decode_simulated(
     table_ptr += batch * table_strides[0]
     k_ptr += kv_head * k_strides[1]
     v_ptr += kv_head * v_strides[1]
-    token = tl.arange(0, TILE)
 
     largest = tl.full([HEADS], NOTHING, tl.float32)
     if not MAXIMA:
@@ -107,12 +106,10 @@ def decode_simulated(
     acc = tl.zeros([VALUE_WIDTH, HEADS], tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        position = start + token
+        position = start + tl.arange(0, TILE)
         # a page holds anything past the end, NaN too
         inside = (position >= first) & (position < seq_len)
-        page, offset = find_pages(
-            table_ptr, table_strides[1], start, token, first, seq_len, PAGE, TILE
-        )
+        page, offset = find_pages(table_ptr, table_strides[1], start, inside, PAGE, TILE)
         row = page * k_strides[0] + offset * HEAD_DIM
         products = key_products(k_ptr, row, inside, qt, rest_qt, HEAD_DIM, True)
         x = logits(products, scale, softcap, slopes, position, first, seq_len, SOFTCAP, ALIBI, True)

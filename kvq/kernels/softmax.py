@@ -18,12 +18,6 @@ def split_range(seq_len, window, split, num_splits, WINDOW: tl.constexpr, TILE: 
 
 
 @triton.jit
-def listed(position, first, seq_len):
-    """Whether the 16 tokens around each position hold one that is attended to."""
-    return (position // 16 >= first // 16) & (position // 16 < tl.cdiv(seq_len, 16))
-
-
-@triton.jit
 def runs(start, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Entry of the page table and slot in that page where each run of a tile begins, [RUNS].
 
@@ -66,22 +60,20 @@ def run_rows(page, page_stride, start, SIZE: tl.constexpr, PAGE: tl.constexpr,
 
 
 @triton.jit
-def find_pages(table_ptr, stride, start, token, first, seq_len, PAGE: tl.constexpr,
-               TILE: tl.constexpr):  # fmt: skip
-    """Page, one for the tile or one for each token, and offset in it of positions start + token.
+def find_pages(table_ptr, stride, start, inside, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Page, one for the tile or one for each token, and slot in it of the tokens from start on.
 
-    Sixteen tokens of a page stay together, also where only some of them are attended to: loads of V
-    are that wide. Entries of the table that belong to no such token are not followed.
+    Entries of the table of tokens that are not `inside` [TILE] are not followed.
     """
+    token = tl.arange(0, TILE)
     if PAGE % TILE == 0:
         page = tl.load(table_ptr + start // PAGE * stride)
-        offset = start % PAGE + token
+        slot = start % PAGE + token
     else:
         position = start + token
-        offset = position % PAGE
-        wanted = listed(position, first, seq_len)
-        page = tl.load(table_ptr + position // PAGE * stride, mask=wanted, other=0)
-    return page.to(tl.int64), offset
+        page = tl.load(table_ptr + position // PAGE * stride, mask=inside, other=0)
+        slot = position % PAGE
+    return page.to(tl.int64), slot
 
 
 @triton.jit
