@@ -13,6 +13,7 @@ from kvq.kernels.softmax import (
     advance,
     attended_runs,
     logits,
+    own_heads,
     run_pages,
     run_rows,
     runs,
@@ -140,20 +141,15 @@ def decode_fp8(
     """One split of HEADS query heads of one KV head of one request."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    pid = tl.program_id(0).to(tl.int64)
-    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
     split = tl.program_id(1)
-    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
-    valid, heads = member < GROUP, kv_head * GROUP + member
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
-    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    first, begin, whole, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
     table_ptr += batch * table_strides[0]
     page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
     column = tl.arange(0, HEADS * TERMS)
-    columns = (pid % HEAD_BLOCKS) * HEADS + column // TERMS
+    columns = tl.program_id(0) % ((GROUP + HEADS - 1) // HEADS) * HEADS + column // TERMS
     d = tl.arange(0, WIDTH)
     q_offsets = batch * q_strides[0] + (kv_head * GROUP + columns) * q_strides[1]
     q_offsets = q_offsets[None, :] + (d * q_strides[2])[:, None]

@@ -14,6 +14,7 @@ from kvq.kernels.softmax import (
     advance,
     find_pages,
     logits,
+    own_heads,
     split_range,
     store_split,
     weights_of,
@@ -105,15 +106,11 @@ def decode_shared(
     """One split of HEADS query heads of one KV head of one request; V has no arguments of use."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     WIDTH: tl.constexpr = VALUE_DIM // 2
-    pid = tl.program_id(0).to(tl.int64)
-    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
     split = tl.program_id(1)
-    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
-    valid, heads = member < GROUP, kv_head * GROUP + member
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+    first, begin, whole, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
 
     row, at = q_ptr + batch * q_strides[0], heads * q_strides[1]
     low_qt = query_rows(row, at, valid, q_strides[2], 0, WIDTH, WIDTH)
@@ -132,7 +129,6 @@ def decode_shared(
     k_scales_ptr = k_ptr
     if FORMAT == "nvfp4":
         k_scales_ptr = (k_ptr + PAGE * HALF).to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, low_qt, high_qt, rest_qt, scale, slopes,

@@ -21,7 +21,7 @@ from kvq.kernels.numerics import (
     sign_bits,
     with_sign,
 )
-from kvq.kernels.softmax import NOTHING, find_pages, logits, split_range, store_split
+from kvq.kernels.softmax import NOTHING, find_pages, logits, own_heads, split_range, store_split
 
 SHIFT = tl.constexpr(0)
 CHUNK = tl.constexpr(16)  # splits whose maxima are read at once
@@ -79,14 +79,10 @@ def decode_simulated(
     """One split of HEADS query heads of one KV head of one request; MAXIMA: its largest logits."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    pid = tl.program_id(0).to(tl.int64)
-    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
     split = tl.program_id(1)
-    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
-    valid, heads = member < GROUP, kv_head * GROUP + member
     seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+    first, begin, _, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
 
     q_row, at = q_ptr + batch * q_strides[0], heads * q_strides[1]
     qt = query_rows(q_row, at, valid, q_strides[2], 0, min(WIDTH, HEAD_DIM), WIDTH)

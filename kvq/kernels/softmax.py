@@ -8,13 +8,25 @@ NOTHING = tl.constexpr(-1e30)  # below every logit; not -inf, so that difference
 
 
 @triton.jit
+def own_heads(KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """A program's request and KV head, its query heads [HEADS], and which of these there are."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    pid = tl.program_id(0).to(tl.int64)
+    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
+    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
+    return batch, kv_head, kv_head * GROUP + member, member < GROUP
+
+
+@triton.jit
 def split_range(seq_len, window, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First attended position, and the positions of one split: whole tiles but for the last."""
+    """First attended position; where a split begins, its tiles need a mask, and it ends."""
     first = tl.maximum(seq_len - window, 0) if WINDOW else 0
     first_tile = first // TILE
     per_split = tl.cdiv(tl.cdiv(seq_len, TILE) - first_tile, num_splits)
     begin = (first_tile + split * per_split) * TILE
-    return first, begin, tl.minimum(begin + per_split * TILE, seq_len)
+    end = tl.minimum(begin + per_split * TILE, seq_len)
+    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
+    return first, begin, whole, end
 
 
 @triton.jit
