@@ -33,7 +33,8 @@ from kvq.kernels.softmax import (
 SHIFT = tl.constexpr(7)  # P is at most 2**7, and times a block scale a float16 number
 # taken away again before results are scaled, so that these overflow no sooner than they must
 UNSHIFT = tl.constexpr(2.0**-SHIFT.value)
-CODE_SCALE = tl.constexpr(2.0**14)  # what `expand` leaves numbers short of
+# its square is what `expand` leaves numbers short of, too much for one scale at float32's end
+CODE_ROOT = tl.constexpr(2.0**7)
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def decode_nvfp4(
         HEAD_DIM, COPIES,
     )  # fmt: skip
     k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
-    scale = q_scale * (k_scale * (softmax_scale * CODE_SCALE))
+    scale = (q_scale * CODE_ROOT) * (k_scale * (softmax_scale * CODE_ROOT))
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
     low_acc = tl.zeros([V_WIDTH // 16, 16, COPIES * HEADS], tl.float32)
@@ -146,12 +147,13 @@ def decode_nvfp4(
             seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
             TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
-    v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride) * (CODE_SCALE * UNSHIFT)
+    v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride)
     total = tl.sum(total, 0) * UNSHIFT
     for part in tl.static_range(2):
         acc = tl.reshape(low_acc if part == 0 else high_acc, [V_WIDTH, HEADS * COPIES])
         if COPIES > 1:
             acc, _ = tl.split(tl.reshape(acc, [V_WIDTH, HEADS, COPIES]))
+        acc *= CODE_ROOT * CODE_ROOT * UNSHIFT
         store_split(
             acc * v_scale, running_max, total, batch, heads, valid, split, num_splits, begin < end,
             out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, part * V_HALF,
