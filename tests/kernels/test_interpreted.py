@@ -162,6 +162,14 @@ def test_decode_attention_is_the_twins(name, variant):
         )
 
 
+@pytest.mark.parametrize("group", [1, 8, 20])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4-odd"])
+def test_query_heads_of_a_kv_head(name, group):
+    # eight and more make NVFP4 tiles of one token in a row, 20 are two programs
+    case = Case(LAYOUTS[name], [0, 200], group)
+    assert relative_error(attend(case, num_kv_splits=2), case.expected()) <= 6e-3, case.seed
+
+
 @pytest.mark.parametrize("name", ["float16", "fp8", "nvfp4", "mla-fp8", "mla-nvfp4"])
 def test_logits_whose_differences_are_rounded_do_not_overflow(name):
     case = Case(LAYOUTS[name], [1, 0, 17, 70], dtype=torch.float16)
