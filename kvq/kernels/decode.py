@@ -35,6 +35,7 @@ from kvq.kernels.splits import choose_splits
 
 _LEAST_COLUMNS = 16  # Hopper's tensor core instructions as Triton uses them
 _MOST_HEADS = 16  # of one program
+_BUSY = 1.2  # one-warp programs that keep a scheduler busy, by tests/kernels/test_splits.py's times
 _COMBINED = 1024  # numbers that a warp of the combining kernel reads at once
 _LEAST_WIDTH = 32  # dimensions that it reads of one split, a cache line
 
@@ -102,7 +103,7 @@ def _nvfp4_plan(layout: PageLayout, heads: int, common: dict[str, Any]) -> Plan:
     if heads <= 8 and not wide:
         constants["maxnreg"] = 168  # of 65536, for 12 warps
         per_sm = 12
-    return Plan(decode_nvfp4, constants, 32, heads, 1, 0, per_sm, busy=1.2)
+    return Plan(decode_nvfp4, constants, 32, heads, 1, 0, per_sm, _BUSY)
 
 
 def _half_plan(layout: PageLayout, group: int, common: dict[str, Any]) -> Plan:

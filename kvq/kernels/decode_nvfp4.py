@@ -2,7 +2,7 @@
 
 Shifts turn codes into float16. K's are multiplied by their block scales, two at a time; V's block
 scales are multiplied into P, which has fewer numbers. A program is one warp with a softmax of its
-own, so that warps wait for no one. With four heads a tile of K has two tokens in a row, whose
+own, so that warps wait for no one. Up to four heads a tile of K has two tokens in a row, whose
 products with q are two columns for each head.
 """
 
@@ -52,8 +52,7 @@ def _tile(
     low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start, seq_len,
     k_ptr, v_ptr, page, k_page_stride, v_page_stride,
     K_HALF: tl.constexpr, V_HALF: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    MASKED: tl.constexpr,
+    TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = scale.shape[0]
     COPIES: tl.constexpr = low_acc.shape[2] // HEADS

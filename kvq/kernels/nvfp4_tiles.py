@@ -151,7 +151,7 @@ def value_tile(page_ptr, slot, first_inside, second_inside, HALF: tl.constexpr,
 
 @triton.jit
 def add_values(low_acc, high_acc, v, first, second):
-    """Add V times P [COLUMNS, HEADS] of each column's first and second token to the sums."""
+    """Add V, of `value_tile`, times P [PAIRS, HEADS] of the first and second tokens to the sums."""
     low_first, low_second, high_first, high_second = pair_scales(v[4])
     low_acc = tl.dot(v[0], product(first[None], low_first), low_acc)
     low_acc = tl.dot(v[1], product(second[None], low_second), low_acc)

@@ -116,7 +116,7 @@ def faithful():
             product=product,
             token_scales=token_scales,
             pair_scales=pair_scales,
-        ),  # fmt: skip
+        ),
         np.errstate(all="ignore"),
     ):
         yield

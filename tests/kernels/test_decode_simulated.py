@@ -24,10 +24,10 @@ ALL = pytest.mark.parametrize(
     ],
     ids=["p-fp8", "p-nvfp4", "v-nvfp4", "p-fp8-v-nvfp4", "p-nvfp4-v-nvfp4"],
 )
-# Nearly all of the error is the rounding of V and of the output to q's dtype, in bfloat16 up to
-# 2**-9 each. Where exp2 or a logit is off by units in float32's last place, a P next to a rounding
-# boundary falls on its other side: a few in 100,000, each of which moves its row by up to a step of
-# the format.
+# Nearly all of the error is the output's rounding, up to 2**-8 in bfloat16, which a request of one
+# token may reach in all its rows. Where exp2 or a logit is off by units in float32's last place, a
+# P next to a rounding boundary falls on its other side: a few in 100,000, each of which moves its
+# row by up to a step of the format.
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 ROWS_BEYOND = 0.05
 STEP = 0.5
