@@ -19,9 +19,6 @@ BINADE_BITS = tl.constexpr(0x40800000)
 # magic plus slope times these is 18, 12 or 6 times 2**20: there float32 has spacings 2, 1 and 0.5
 E2M1_MAGIC = tl.constexpr(1.5 * 2.0**22)
 E2M1_MAGIC_SLOPE = tl.constexpr(0.75 * 2.0**22)
-# between them `reciprocal_terms` neither overflow nor lose bits, whatever the block scale
-SHORT_SCALE_MIN = tl.constexpr(2.0**-100)
-SHORT_SCALE_MAX = tl.constexpr(2.0**90)
 
 
 @triton.jit
@@ -99,44 +96,15 @@ def nvfp4_block_scale(amax, scale, SHORT: tl.constexpr = False):
 
 
 @triton.jit
-def _near_reciprocal(m):
-    """1 / m within one unit in the last place, of normal m whose reciprocal is."""
+def reciprocal(m):
+    """1 / m, correctly rounded, of normal m whose reciprocal is; tests try all significands."""
     # exact for powers of two, an eighth too large at most; each step leaves the error's cube
     r = ((254 << 23) - m.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     e = tl.fma(r, -m, 1.0)
     r = tl.fma(r, tl.fma(e, e, e), r)
     e = tl.fma(r, -m, 1.0)
-    return tl.fma(r, tl.fma(e, e, e), r)
-
-
-@triton.jit
-def reciprocal(m):
-    """1 / m, correctly rounded, of normal m whose reciprocal is; tests try all significands."""
-    r = _near_reciprocal(m)
+    r = tl.fma(r, tl.fma(e, e, e), r)
     return tl.fma(r, tl.fma(r, -m, 1.0), r)
-
-
-@triton.jit
-def reciprocal_terms(divisor):
-    """Two float32 whose sum is 1 / divisor within 2**-47; zero where the divisor is.
-
-    The divisor is float32 and `SHORT_SCALE_MIN` to `SHORT_SCALE_MAX` times a block scale.
-    """
-    r = _near_reciprocal(divisor)
-    e = tl.fma(r, -divisor, 1.0)
-    rest = r * tl.fma(e, e, e)
-    zero = divisor == 0.0
-    return tl.where(zero, 0.0, r), tl.where(zero, 0.0, rest)
-
-
-@triton.jit
-def short_quotient(x, reciprocal, rest, LIMIT: tl.constexpr):
-    """As `quotient`, of float32 x with at most 11 significant bits and the terms of a reciprocal.
-
-    Within 2**-46 of the quotient before its only rounding, which is enough: see there.
-    """
-    # infinity times terms of opposite signs is NaN, for which minimum takes the other
-    return tl.minimum(tl.abs(tl.fma(x, reciprocal, x * rest)), LIMIT)
 
 
 @triton.jit

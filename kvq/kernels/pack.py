@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvq.kernels.checks import Scale, check_append, check_caches, head_scale
 from kvq.kernels.launch import check_device, on_device
-from kvq.kernels.numerics import SHORT_SCALE_MAX, SHORT_SCALE_MIN, inverse_power, quantize_e4m3
-from kvq.kernels.nvfp4_codes import block_scales, page_bytes
+from kvq.kernels.numerics import quantize_e4m3
+from kvq.kernels.nvfp4_codes import has_limits, page_bytes, short_page_bytes
 from kvq.kernels.pages import BLOCK_SIZE, PageLayout, half
+from kvq.kernels.pairs import pair_numbers, pair_words
 
 _TOKENS = 32  # of a tile, as many as a warp has threads
 _TILES = 2  # of a window, whose program waits once for the slots that say where it begins
@@ -62,14 +63,18 @@ def _store(page_ptrs, offset, piece, first, second, mask, SIZE: tl.constexpr, CH
 
 @triton.jit
 def _append_nvfp4(
-    low, high, page_ptrs, offset, piece, inside, scale, unit, SIZE: tl.constexpr,
-    PAGE: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
+    low, high, page_ptrs, offset, piece, inside, scale, DTYPE: tl.constexpr, LIMITS: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Write a piece of each half of a head, both in two parts; SIZE bytes are a token's."""
-    low_scales, low_effective = block_scales(low, scale)
-    high_scales, high_effective = block_scales(high, scale)
-    first = page_bytes(low[0], high[0], low_effective, high_effective, unit)
-    second = page_bytes(low[1], high[1], low_effective, high_effective, unit)
+    if LIMITS:
+        low_scales, high_scales, first, second = short_page_bytes(low, high, scale, DTYPE)
+    else:
+        SHORT: tl.constexpr = DTYPE != tl.float32
+        if SHORT:
+            low = pair_numbers(low[0], DTYPE), pair_numbers(low[1], DTYPE)
+            high = pair_numbers(high[0], DTYPE), pair_numbers(high[1], DTYPE)
+        low_scales, high_scales, first, second = page_bytes(low, high, scale, SHORT)
     _store(page_ptrs, offset, piece, first, second, inside, SIZE, CHUNK, BY_TOKEN)
     BLOCKS: tl.constexpr = SIZE // PIECE
     if BY_TOKEN:
@@ -112,14 +117,19 @@ def _append(
         high = _load(x_ptr, x_offsets, x_strides[2], piece, PIECES, (SIZE - HALF) // PIECE)
         if LOW != PIECES:
             inside &= piece < LOW
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        SHORT: tl.constexpr = DTYPE != tl.float32
+        if SHORT:
+            low = pair_words(low[0]), pair_words(low[1])
+            high = pair_words(high[0]), pair_words(high[1])
         scale = tl.load(scale_ptr)
-        # a branch, since few scales need a unit; before it all of x is asked for
-        if (scale >= SHORT_SCALE_MIN) & (scale <= SHORT_SCALE_MAX):
-            _append_nvfp4(low, high, page_ptrs, offset, piece, inside, scale, 1.0, HALF, PAGE,
-                          CHUNK, BY_TOKEN)  # fmt: skip
+        # a branch, since few scales have no limits; before it all of x is asked for
+        if has_limits(scale, DTYPE):
+            _append_nvfp4(low, high, page_ptrs, offset, piece, inside, scale, DTYPE, SHORT, HALF,
+                          PAGE, CHUNK, BY_TOKEN)  # fmt: skip
         else:
-            _append_nvfp4(low, high, page_ptrs, offset, piece, inside, scale, inverse_power(scale),
-                          HALF, PAGE, CHUNK, BY_TOKEN)  # fmt: skip
+            _append_nvfp4(low, high, page_ptrs, offset, piece, inside, scale, DTYPE, False, HALF,
+                          PAGE, CHUNK, BY_TOKEN)  # fmt: skip
     elif FORMAT == "fp8_e4m3":
         first, second = _load(x_ptr, x_offsets, x_strides[2], piece, PIECES, SIZE // PIECE)
         if SIZE // PIECE != PIECES:

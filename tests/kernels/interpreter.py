@@ -4,7 +4,7 @@ The interpreter runs kernels on the CPU in NumPy. As of Triton 3.7 it truncates 
 when it narrows floats, rounds twice in `fma`, multiplies the bits of bfloat16 as integers, and
 finds NaN the minimum of NaN and a number. `faithful` replaces these four; what kernels compute from
 them is then bit-equal to the GPU's. It also puts plain Triton in the place of the inline PTX that
-takes NVFP4 words apart.
+takes NVFP4 words apart, and of that which works on pairs of 16-bit numbers.
 """
 
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kvq.kernels import nvfp4_tiles
+from kvq.kernels import nvfp4_codes, nvfp4_tiles
 
 DTYPES = {
     tl.float32: np.float32,
@@ -90,6 +90,83 @@ def pair_scales(words):
             scale_of_byte(words, 1), scale_of_byte(words, 3))  # fmt: skip
 
 
+@triton.jit
+def floats(words, DTYPE: tl.constexpr):
+    """Both numbers of each word, as float32."""
+    first = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return first, (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def word(first, second, DTYPE: tl.constexpr):
+    """Undo `floats`."""
+    first = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+    return first & 0xFFFF | second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+
+
+@triton.jit
+def magnitudes(words, DTYPE: tl.constexpr):
+    return words & 0x7FFF7FFF
+
+
+@triton.jit
+def larger(a, b, DTYPE: tl.constexpr):
+    a, b = floats(a, DTYPE), floats(b, DTYPE)
+    first = tl.maximum(a[0], b[0], propagate_nan=tl.PropagateNan.ALL)
+    return word(first, tl.maximum(a[1], b[1], propagate_nan=tl.PropagateNan.ALL), DTYPE)
+
+
+@triton.jit
+def larger_bfloat16(a, b):
+    return larger(a, b, tl.bfloat16)
+
+
+@triton.jit
+def larger_float16(a, b):
+    return larger(a, b, tl.float16)
+
+
+@triton.jit
+def within(words, limits, DTYPE: tl.constexpr):
+    x, limits = floats(words, DTYPE), floats(limits, DTYPE)
+    return word(tl.where(x[0] <= limits[0], 1.0, 0.0), tl.where(x[1] <= limits[1], 1.0, 0.0), DTYPE)
+
+
+@triton.jit
+def beyond(words, limits, DTYPE: tl.constexpr):
+    x, limits = floats(words, DTYPE), floats(limits, DTYPE)
+    return word(tl.where(x[0] <= limits[0], 0.0, 1.0), tl.where(x[1] <= limits[1], 0.0, 1.0), DTYPE)
+
+
+@triton.jit
+def pair_fma(x, y, z, DTYPE: tl.constexpr):
+    """Rounded once here, too: products of 11 bits are exact in float32, and what is added to them
+    is another such number or at most 2**11 times as large."""
+    x, y, z = floats(x, DTYPE), floats(y, DTYPE), floats(z, DTYPE)
+    return word(x[0] * y[0] + z[0], x[1] * y[1] + z[1], DTYPE)
+
+
+@triton.jit
+def truncated(x, y, z, DTYPE: tl.constexpr):
+    """The sum, of positive numbers, fits in float64."""
+    exact = x.to(tl.float64) * y + z
+    near = exact.to(tl.float32).to(DTYPE)
+    below = (near.to(tl.int16, bitcast=True) - 1).to(DTYPE, bitcast=True)
+    near = tl.where(near.to(tl.float64) > exact, below, near)
+    return word(near, near, DTYPE)
+
+
+@triton.jit
+def low_bytes(a, b):
+    a = a & 0xFF | a >> 8 & 0xFF00
+    return a | (b & 0xFF) << 16 | (b >> 16 & 0xFF) << 24
+
+
+@triton.jit
+def high_bytes(a, b):
+    return low_bytes(a >> 8, b >> 8)
+
+
 @contextmanager
 def faithful():
     """Correct the interpreter."""
@@ -116,6 +193,18 @@ def faithful():
             product=product,
             token_scales=token_scales,
             pair_scales=pair_scales,
+        ),
+        patch.multiple(
+            nvfp4_codes,
+            magnitudes=magnitudes,
+            larger_bfloat16=larger_bfloat16,
+            larger_float16=larger_float16,
+            within=within,
+            beyond=beyond,
+            pair_fma=pair_fma,
+            truncated=truncated,
+            low_bytes=low_bytes,
+            high_bytes=high_bytes,
         ),
         np.errstate(all="ignore"),
     ):

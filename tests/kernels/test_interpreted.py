@@ -111,6 +111,20 @@ def test_every_byte_of_a_page_is_the_twins(layout):
         assert cache is None or same_bytes(cache, wanted), case.seed
 
 
+@pytest.mark.parametrize("scale", [0.1, 16.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_infinity_in_a_block_of_16_bit_numbers(dtype, scale):
+    from kvq.kernels.pack import append_kv
+
+    layout = PageLayout("nvfp4", 16, 1, 32)
+    k, v = torch.randn(2, 32, 1, 32).mul(1e4).clamp(-6e4, 6e4).to(dtype)
+    k[torch.rand(k.shape) < 0.05] = -math.inf
+    caches, expected = (poisoned(layout, 2) for _ in range(2))
+    for call, target in ((append_kv, caches), (reference.append_kv, expected)):
+        call(k, v, *target, torch.arange(32), layout=layout, k_scale=scale, v_scale=scale)
+    assert all(same_bytes(a, b) for a, b in zip(caches, expected, strict=True))
+
+
 RUNS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 63)), min_size=1, max_size=6)
 
 

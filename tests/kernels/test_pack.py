@@ -106,6 +106,21 @@ def test_values_beyond_the_formats_saturate():
         assert same_bytes(caches, expected), case.seed
 
 
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 16.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_infinity_in_a_block_of_16_bit_numbers(dtype, scale):
+    from kvq.kernels.pack import append_kv
+
+    case = Case(LAYOUTS["nvfp4"], [64], device="cuda", dtype=dtype)
+    for x, amax in ((case.k, 10.0), (case.v, 6e4)):
+        x.copy_((x.float() * amax / x.float().abs().amax()).to(dtype))
+        x[torch.rand_like(x.float()) < 0.05] = -math.inf
+    caches, expected = (poisoned(case.layout, case.num_pages, "cuda") for _ in range(2))
+    for call, target in ((append_kv, caches), (reference.append_kv, expected)):
+        call(case.k, case.v, *target, case.slots, layout=case.layout, k_scale=scale, v_scale=scale)
+    assert same_bytes(caches, expected), case.seed
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])
 def test_offsets_beyond_int32(name):
     from kvq.kernels.pack import append_kv
