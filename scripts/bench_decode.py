@@ -50,16 +50,18 @@ class Inputs:
     def __init__(self, shape: tuple[int, int, int, int], layout: PageLayout, peak: float = 1.0):
         batch, heads, kv_heads, tokens = shape
         page = layout.page_size
+        pages = -(-tokens // page)  # of a request
         k, v = torch.randn(2, batch * tokens, kv_heads, HEAD_DIM, device="cuda").bfloat16()
         self.q = (torch.randn(batch, heads, HEAD_DIM, device="cuda") * peak).bfloat16()
-        order = torch.randperm(batch * tokens // page, device="cuda")
-        self.table = order.int().view(batch, -1)
-        slots = (order[:, None] * page + torch.arange(page, device="cuda")).view(-1)
+        order = torch.randperm(batch * pages, device="cuda")
+        self.table = order.int().view(batch, pages)
+        slots = order[:, None] * page + torch.arange(page, device="cuda")
+        slots = slots.view(batch, -1)[:, :tokens].flatten()
         self.scales = {}
         if layout.kv_format is not None:
             k_scale, v_scale = (x.abs().amax().float() / layout.kv_format.amax(1) for x in (k, v))
             self.scales = {"k_scale": k_scale, "v_scale": v_scale}
-        self.caches = new_cache(layout, batch * tokens // page, "cuda")
+        self.caches = new_cache(layout, batch * pages, "cuda")
         append_kv(k, v, *self.caches, slots, layout=layout, **self.scales)
         self.seq_lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
         self.layout, self.tokens = layout, tokens
@@ -187,7 +189,7 @@ def accuracy(names: list[str], rows: list[dict]) -> None:
 def pages(names: list[str], rows: list[dict]) -> None:
     print("format page_size | graph ms of shape A")
     for name in names:
-        for page_size in (16, 32, 64, 128, 256):
+        for page_size in (16, 32, 48, 64, 80, 128, 256):
             sets = sets_of(SHAPES["A"], PageLayout(name, page_size, 8, HEAD_DIM))
             variant = variants_of(name)[-1]
             error = error_of(sets[0].decode(variant)[0], sets[0].expected())[0]

@@ -83,7 +83,7 @@ def plan(layout: PageLayout, group: int, variant: Variant) -> Plan:
               "VALUE_WIDTH": _power_of_two(layout.value_dim)}  # fmt: skip
     # the tensor core adds FP8 products in few bits: `exact` adds up every 32 in float32
     numerics = {"TERMS": terms, "IMPRECISE": 32 if variant == "exact" else None}
-    constants = common | numerics | widths | {"STAGES": 3}
+    constants = common | numerics | widths | {"CHUNK": layout.chunk, "STAGES": 3}
     return Plan(decode_fp8, constants, tile, heads, 4, FP8_SHIFT.value, 2)
 
 

@@ -75,9 +75,9 @@ def query_terms(q, inverse, second):
 def _tile(
     acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
     k_ptr, v_ptr, page, k_page_stride, v_page_stride,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    TERMS: tl.constexpr, IMPRECISE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, TERMS: tl.constexpr, IMPRECISE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = acc.shape[0]
     HEADS: tl.constexpr = scale.shape[0]
@@ -100,7 +100,8 @@ def _tile(
     total = total * factor[None, :] + p
     # a row is one run's tokens of one dimension, so that neighbouring threads read one page
     _, slot = runs(start, PAGE, TILE)
-    v_row = (page.to(tl.int64) * v_page_stride + slot)[:, None] + (dv * PAGE)[None, :]
+    offset = slot // CHUNK * (CHUNK * VALUE_DIM) + slot % CHUNK
+    v_row = (page.to(tl.int64) * v_page_stride + offset)[:, None] + (dv * CHUNK)[None, :]
     v_row = tl.multiple_of(tl.reshape(v_row, [RUNS * WIDTH]), 16)
     v_ptrs = v_ptr + v_row[:, None] + token[None, :]
     if MASKED or VALUE_DIM < WIDTH:
@@ -134,9 +135,9 @@ def decode_fp8(
     num_splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, TERMS: tl.constexpr, IMPRECISE: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr, IMPRECISE: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of HEADS query heads of one KV head of one request."""
     if DEPENDENT:
@@ -172,7 +173,7 @@ def decode_fp8(
         acc, running_max, total = _tile(
             acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
             k_ptr, v_ptr, page, k_strides[0], v_strides[0],
-            HEAD_DIM, VALUE_DIM, PAGE, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, False,
+            HEAD_DIM, VALUE_DIM, PAGE, CHUNK, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
         page = next_page
     for start in tl.range(whole, end, TILE, num_stages=1):
@@ -181,7 +182,7 @@ def decode_fp8(
         acc, running_max, total = _tile(
             acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
             k_ptr, v_ptr, page, k_strides[0], v_strides[0],
-            HEAD_DIM, VALUE_DIM, PAGE, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, True,
+            HEAD_DIM, VALUE_DIM, PAGE, CHUNK, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     result = -acc
     if TERMS == 2:

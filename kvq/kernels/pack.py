@@ -2,7 +2,7 @@
 
 A thread has 16 dimensions of one token, in NVFP4 pages of each half: a block, and the bytes that
 both give. Where a page is token-contiguous neighbouring threads have neighbouring tokens, whose
-bytes are one run if their slots are, wherever in a page it begins. Two programs that write parts
+bytes in a chunk are one run if their slots are, wherever it begins. Two programs that write parts
 of the same 32 bytes take longer than one that writes them all. So many tokens of V are written to
 FP8 pages in windows that begin and end where 32 bytes do.
 """

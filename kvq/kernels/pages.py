@@ -1,21 +1,22 @@
 """The bytes of a page of the KV cache.
 
 A cache is a tensor `[num_pages, num_kv_heads, elements]`; what `elements` holds, by format, with
-`half(d) = 16 * ceil(d / 32)` bytes, `pairs = half / 16` and `chunks = page_size / 16`:
+`half(d) = 16 * ceil(d / 32)` bytes, `pairs = half / 16` and `chunks = page_size / chunk`:
 
 | format     | K                                    | V                                         |
 |------------|--------------------------------------|-------------------------------------------|
 | bfloat16,  | `[page_size, head_dim]`              | `[page_size, v_head_dim]`                 |
 | float16    |                                      |                                           |
-| fp8_e4m3   | codes `[page_size, head_dim]`        | codes `[v_head_dim, page_size]`           |
-| nvfp4      | codes `[page_size, half]`, then      | codes `[chunks, half, 16]`, then          |
-|            | block scales `[page_size, pairs, 2]` | block scales `[chunks, pairs, 16, 2]`     |
+| fp8_e4m3   | codes `[page_size, head_dim]`        | codes `[chunks, v_head_dim, chunk]`       |
+| nvfp4      | codes `[page_size, half]`, then      | codes `[chunks, half, chunk]`, then       |
+|            | block scales `[page_size, pairs, 2]` | block scales `[chunks, pairs, chunk, 2]`  |
 
-Quantized V is token-contiguous, because the sum with P runs over tokens: tensor cores read
-eight-bit operands only along the dimension they sum over, and a thread that has several tokens of a
-dimension reads their bytes at once. In NVFP4 pages it is so within a chunk of 16 tokens: the bytes
-of a block and a chunk lie side by side and are one operand of a tensor core, whatever the page's
-size.
+Quantized V is token-contiguous within a chunk, because the sum with P runs over tokens: tensor
+cores read eight-bit operands only along the dimension they sum over, and a thread that has several
+tokens of a dimension reads their bytes at once. A chunk of an FP8 page is the largest power of two
+that divides its tokens, at most 128: what a tile reads of a page at once is then one piece of
+memory. A chunk of an NVFP4 page is 16 tokens: the bytes of a block and a chunk are one operand of a
+tensor core, whatever the page's size.
 
 An NVFP4 byte holds two dimensions of one token, `d` and `d + half`, so that a byte has one writer
 and each half of the head has its own blocks, whose scales lie in pairs. With s e e m the code of
@@ -35,6 +36,7 @@ PageFormat = Literal["bfloat16", "float16", "fp8_e4m3", "nvfp4"]
 SIXTEEN_BITS = ("bfloat16", "float16")
 PAGE_FORMATS = (*SIXTEEN_BITS, "fp8_e4m3", "nvfp4")
 PAGE_MULTIPLE = 16
+LARGEST_CHUNK = 128  # tokens of a tile of decode attention
 BLOCK_SIZE = NVFP4_KV.block_size or 0
 
 
@@ -116,7 +118,8 @@ class PageLayout:
     @property
     def chunk(self) -> int:
         """Tokens of which V's numbers of one dimension lie side by side in a quantized page."""
-        return PAGE_MULTIPLE if self.format == "nvfp4" else self.page_size
+        largest = PAGE_MULTIPLE if self.format == "nvfp4" else LARGEST_CHUNK
+        return math.gcd(self.page_size, largest)
 
     @property
     def k_scales_offset(self) -> int:

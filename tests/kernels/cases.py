@@ -112,6 +112,7 @@ LAYOUTS = {
     "fp8-odd": PageLayout("fp8_e4m3", 48, 1, 80),
     "fp8-value": PageLayout("fp8_e4m3", 32, 2, 96, 64),
     "fp8-page": PageLayout("fp8_e4m3", 256, 1, 64),
+    "fp8-chunk": PageLayout("fp8_e4m3", 96, 1, 64, 192),
     "nvfp4": PageLayout("nvfp4", 16, 2, 128),
     "nvfp4-odd": PageLayout("nvfp4", 48, 1, 80),
     "nvfp4-chunk": PageLayout("nvfp4", 64, 1, 64, 192),

@@ -30,6 +30,7 @@ DECODED = [
     ("fp8-odd", "exact"),
     ("fp8-value", "default"),
     ("fp8-page", "fast"),
+    ("fp8-chunk", "default"),
     ("nvfp4", "default"),
     ("nvfp4-odd", "exact"),
     ("nvfp4-chunk", "fast"),
@@ -130,7 +131,7 @@ RUNS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 63)), min_size=1, m
 
 @settings(max_examples=25, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
-@given(RUNS, st.sampled_from([16, 32, 48, 64]), st.sampled_from([16, 256]), st.randoms())
+@given(RUNS, st.sampled_from([16, 32, 48, 64, 96, 256]), st.sampled_from([16, 256]), st.randoms())
 def test_windows_leave_no_token_out_whatever_the_slots_are(runs, page_size, size, random):
     from kvq.kernels import pack
 

@@ -30,9 +30,11 @@ def test_a_page_holds_codes_and_scales_and_nothing_else(layout, k, v, per_token)
 
 @pytest.mark.parametrize(
     ("name", "page_size", "chunk"),
-    [("nvfp4", 16, 16), ("nvfp4", 48, 16), ("nvfp4", 128, 16), ("fp8_e4m3", 128, 128)],
-)
-def test_v_lies_in_chunks_of_whole_pages(name, page_size, chunk):
+    [("nvfp4", 16, 16), ("nvfp4", 48, 16), ("nvfp4", 128, 16), ("fp8_e4m3", 16, 16),
+     ("fp8_e4m3", 128, 128), ("fp8_e4m3", 256, 128), ("fp8_e4m3", 48, 16), ("fp8_e4m3", 80, 16),
+     ("fp8_e4m3", 96, 32), ("fp8_e4m3", 192, 64)],
+)  # fmt: skip
+def test_v_lies_in_chunks_that_divide_the_page(name, page_size, chunk):
     assert PageLayout(name, page_size, 1, 64).chunk == chunk
 
 

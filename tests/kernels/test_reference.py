@@ -89,6 +89,18 @@ def test_a_large_nvfp4_page_holds_v_in_chunks():
     assert int((page != POISON).sum()) == 18
 
 
+def test_a_page_of_48_tokens_holds_fp8_v_in_three_chunks():
+    layout = PageLayout("fp8_e4m3", 48, 1, 16)
+    codes = (torch.arange(48 * 16) % 120).to(torch.uint8).view(48, 1, 16)  # none of them NaN
+    x = codes.view(torch.float8_e4m3fn).float()
+    caches = poisoned(layout, 2)
+    slots = torch.arange(48, 96)
+    reference.append_kv(x, x, *caches, slots, layout=layout, k_scale=1.0, v_scale=1.0)
+    assert torch.equal(caches[0][1, 0].view(48, 16), codes[:, 0])
+    assert torch.equal(caches[1][1, 0].view(3, 16, 16), codes.view(3, 16, 16).transpose(1, 2))
+    assert all(bool((cache[0] == POISON).all()) for cache in caches)
+
+
 @ALL
 def test_pages_give_back_what_the_formats_reference_gives(layout):
     case = Case(layout, [1, 0, 37, 64], seed=1)
