@@ -1,12 +1,14 @@
 """Decode attention over packed pages against cuDNN's bfloat16 attention, on one CUDA device.
 
-Usage: python scripts/bench_decode.py [--splits | --accuracy | --pages] [--formats F ...] [--json F]
+Usage: python scripts/bench_decode.py [--splits | --ragged | --accuracy | --pages] [--formats F ...]
+                                       [--json F]
 
 Correctness first: every variant is compared with float64 attention over the same dequantized cache
 before it is timed. Times are medians of `triton.testing.do_bench` in milliseconds. `graph` replays
 a CUDA graph of several calls, each on other inputs, so that together they are several times the L2
 cache, and divides; `call` is one call from Python after do_bench has overwritten the cache. Ratios
-are to cuDNN, timed in the same way in the same run, by `graph` unless marked.
+are to cuDNN, timed in the same way in the same run, by `graph` unless marked. `split` is `graph`
+with a number of splits given, which suits requests of equal length as these are.
 """
 
 import argparse
@@ -25,8 +27,11 @@ from triton.testing import do_bench
 from kvq.kernels import reference
 from kvq.kernels.checks import new_cache
 from kvq.kernels.decode import decode_attention
+from kvq.kernels.launch import multiprocessors
 from kvq.kernels.pack import append_kv
 from kvq.kernels.pages import PageLayout
+from kvq.kernels.plans import plan
+from kvq.kernels.splits import choose_splits
 
 SHAPES = {  # batch, query heads, KV heads, tokens; head_dim 128
     "A": (32, 32, 8, 8192),
@@ -68,6 +73,17 @@ class Inputs:
         self.dense = tuple(
             x.view(batch, tokens, kv_heads, HEAD_DIM).transpose(1, 2).contiguous() for x in (k, v)
         )
+
+    def cut(self, lengths: list[int]) -> None:
+        """Give requests other lengths; a page that ends in one begins in the next, too."""
+        page, pages = self.layout.page_size, self.table.flatten()
+        starts = [sum(lengths[:i]) // page for i in range(len(lengths))]
+        counts = [-(-length // page) for length in lengths]
+        self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device="cuda")
+        for row, start, count in zip(self.table, starts, counts, strict=True):
+            row[:count] = pages[min(start, len(pages) - count) :][:count]
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.tokens = max(lengths)
 
     def decode(self, variant: str, splits: int | None = None) -> torch.Tensor:
         """Attend over the pages."""
@@ -123,8 +139,18 @@ def variants_of(name: str) -> tuple[str, ...]:
     return VARIANTS.get(name, tuple(BOUNDS))
 
 
+def equal_splits(shape: tuple[int, int, int, int], layout: PageLayout, variant: str) -> int:
+    """The number of splits that is chosen for requests of equal length."""
+    batch, heads, kv_heads, tokens = shape
+    chosen = plan(layout, heads // kv_heads, variant)
+    programs = batch * kv_heads * -(-heads // kv_heads // chosen.heads)
+    room = chosen.room(multiprocessors(torch.device("cuda", 0)))
+    return choose_splits(programs, -(-tokens // chosen.tile), room)
+
+
 def targets(names: list[str], rows: list[dict]) -> None:
-    print("shape format variant | call ms ratio | graph ms ratio | read TB/s | error rel. L2")
+    print("shape format variant | call ms ratio | graph ms ratio | splits, ms ratio | read TB/s | "
+          "error rel. L2")  # fmt: skip
     for shape_name, shape in SHAPES.items():
         for name in names:
             layout = PageLayout(name, 128, shape[2], HEAD_DIM)
@@ -134,14 +160,18 @@ def targets(names: list[str], rows: list[dict]) -> None:
             for variant in variants_of(name):
                 error = error_of(sets[0].decode(variant)[0], sets[0].expected())[0]
                 assert error <= BOUNDS[variant], (name, variant, error)
+                splits = equal_splits(shape, layout, variant)
                 times = (median(lambda s=sets[0], v=variant: s.decode(v)),
-                         rotated(sets, lambda s, v=variant: s.decode(v)))  # fmt: skip
+                         rotated(sets, lambda s, v=variant: s.decode(v)),
+                         rotated(sets, lambda s, v=variant, n=splits: s.decode(v, n)))  # fmt: skip
                 read = shape[0] * shape[3] * layout.bytes_per_token
                 rows.append({"shape": shape_name, "format": name, "variant": variant,
-                             "call": times[0], "graph": times[1], "cudnn": dense,
-                             "bytes": read, "error": error})  # fmt: skip
+                             "call": times[0], "graph": times[1], "splits": splits,
+                             "split": times[2], "cudnn": dense, "bytes": read,
+                             "error": error})  # fmt: skip
                 print(f"{shape_name} {name} {variant} | {times[0]:.4f} {times[0] / dense[0]:.3f} | "
-                      f"{times[1]:.4f} {times[1] / dense[1]:.3f} | {read / times[1] / 1e9:.2f} TB/s"
+                      f"{times[1]:.4f} {times[1] / dense[1]:.3f} | {splits}, {times[2]:.4f} "
+                      f"{times[2] / dense[1]:.3f} | {read / min(times[1:]) / 1e9:.2f} TB/s"
                       f" | {error:.2e}", flush=True)  # fmt: skip
             del sets
             torch.cuda.empty_cache()
@@ -165,6 +195,46 @@ def splits_table(names: list[str], rows: list[dict]) -> None:
                   f"{times[0] / best:.2f} {times[-1] / best:.2f}", flush=True)  # fmt: skip
             del sets
             torch.cuda.empty_cache()
+
+
+def lengths_of(kind: str, batch: int, tokens: int) -> list[int]:
+    """Lengths of requests that have `batch * tokens` tokens together."""
+    if kind == "equal":
+        return [tokens] * batch
+    if kind == "one long":  # half of all tokens
+        rest = batch * tokens // 2 // (batch - 1)
+        return [batch * tokens - rest * (batch - 1)] + [rest] * (batch - 1)
+    cuts = torch.rand(batch) + 1e-3
+    lengths = (cuts * (batch * tokens / cuts.sum())).int().tolist()
+    return [*lengths[:-1], batch * tokens - sum(lengths[:-1])]
+
+
+def ragged(names: list[str], rows: list[dict]) -> None:
+    """Batches of as many tokens, whose lengths differ."""
+    head = " ".join(f"s={s}" for s in SPLITS)
+    print(f"format batch tokens lengths (longest) | {head} auto | best/auto auto/auto of equal")
+    for name in names:
+        for batch, tokens in ((32, 8192), (64, 4096), (32, 1024)):
+            layout = PageLayout(name, 128, 8, HEAD_DIM)
+            equal = 0.0
+            for kind in ("equal", "random", "one long"):
+                sets = sets_of((batch, 32, 8, tokens), layout)
+                for inputs in sets:
+                    inputs.cut(lengths_of(kind, batch, tokens))
+                variant = variants_of(name)[-1]
+                outputs = [sets[0].decode(variant, n).double() for n in (1, None)]
+                error = float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
+                assert error <= BOUNDS[variant], (name, kind, error)
+                times = [rotated(sets, lambda s, n=n, v=variant: s.decode(v, n))
+                         for n in (*SPLITS, None)]  # fmt: skip
+                equal = equal or times[-1]
+                rows.append({"format": name, "batch": batch, "tokens": tokens, "lengths": kind,
+                             "times": times})  # fmt: skip
+                print(f"{name} {batch} {tokens} {kind} ({sets[0].tokens}) | "
+                      f"{' '.join(f'{t:.4f}' for t in times)} | {min(times[:-1]) / times[-1]:.2f} "
+                      f"{times[-1] / equal:.2f}", flush=True)  # fmt: skip
+                del sets
+                torch.cuda.empty_cache()
 
 
 def accuracy(names: list[str], rows: list[dict]) -> None:
@@ -204,7 +274,7 @@ def pages(names: list[str], rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     table = parser.add_mutually_exclusive_group()
-    for name in ("splits", "accuracy", "pages"):
+    for name in ("splits", "ragged", "accuracy", "pages"):
         table.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "fp8_e4m3", "nvfp4"])
     parser.add_argument("--json", type=Path)
@@ -213,7 +283,7 @@ def main() -> None:
     print(f"{device.name}, {device.multi_processor_count} multiprocessors, torch "
           f"{torch.__version__}, CUDA {torch.version.cuda}")  # fmt: skip
     rows: list[dict] = []
-    chosen = next((f for f in (splits_table, accuracy, pages)
+    chosen = next((f for f in (splits_table, ragged, accuracy, pages)
                    if getattr(args, f.__name__.removesuffix("_table"))), targets)  # fmt: skip
     chosen(args.formats, rows)
     if args.json:

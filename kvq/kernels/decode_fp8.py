@@ -8,17 +8,16 @@ several pages, V's tokens of a dimension come side by side on the way to registe
 import triton
 import triton.language as tl
 
+from kvq.kernels.shares import own_piece, own_share
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
     attended_runs,
     logits,
-    own_heads,
     run_pages,
     run_rows,
     runs,
-    split_range,
-    store_split,
+    store_piece,
     weights_of,
 )
 
@@ -128,51 +127,43 @@ def _tile(
 
 
 @triton.jit
-def decode_fp8(
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
-    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
-    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window,
-    num_splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr, IMPRECISE: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+def _attend(
+    request, piece, target, q_ptr, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_page_stride, v_page_stride,
+    table_strides, out_strides, softmax_scale, softcap,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    TERMS: tl.constexpr, IMPRECISE: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One split of HEADS query heads of one KV head of one request."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
-    split = tl.program_id(1)
-    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, whole, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
-    table_ptr += batch * table_strides[0]
+    """Attend from heads of one KV head to a piece of a request."""
+    heads = target[0]
+    valid = heads >= 0
+    HEADS: tl.constexpr = heads.shape[0]
+    seq_len, first, begin, whole, end = piece
+    table_ptr += request * table_strides[0]
     page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
-    column = tl.arange(0, HEADS * TERMS)
-    columns = tl.program_id(0) % ((GROUP + HEADS - 1) // HEADS) * HEADS + column // TERMS
-    d = tl.arange(0, WIDTH)
-    q_offsets = batch * q_strides[0] + (kv_head * GROUP + columns) * q_strides[1]
+    column, d = tl.arange(0, HEADS * TERMS), tl.arange(0, WIDTH)
+    columns = tl.reshape(tl.broadcast_to(heads[:, None], [HEADS, TERMS]), [HEADS * TERMS])
+    q_offsets = request * q_strides[0] + columns * q_strides[1]
     q_offsets = q_offsets[None, :] + (d * q_strides[2])[:, None]
-    q_inside = (columns < GROUP)[None, :] & (d < HEAD_DIM)[:, None]
+    q_inside = (columns >= 0)[None, :] & (d < HEAD_DIM)[:, None]
     q = tl.load(q_ptr + q_offsets, mask=q_inside, other=0.0).to(tl.float32)
     q_scale, inverse = query_scale(tl.max(tl.abs(q), 0))
     qt = query_terms(q, inverse, column % TERMS == 1)
-    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
-    scale = tl.max(tl.reshape(q_scale, [HEADS, TERMS]), 1) * (k_scale * softmax_scale)
+    scale = tl.max(tl.reshape(q_scale, [HEADS, TERMS]), 1) * (tl.load(k_scale_ptr) * softmax_scale)
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
     acc = tl.zeros([VALUE_WIDTH, HEADS * TERMS], tl.float32)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    k_ptr += kv_head * k_strides[1]
-    v_ptr += kv_head * v_strides[1]
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         after = start + TILE
         next_page = run_pages(table_ptr, table_strides[1], after, after < whole, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_page_stride, v_page_stride,
             HEAD_DIM, VALUE_DIM, PAGE, CHUNK, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
         page = next_page
@@ -181,16 +172,47 @@ def decode_fp8(
         page = run_pages(table_ptr, table_strides[1], start, attended, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_page_stride, v_page_stride,
             HEAD_DIM, VALUE_DIM, PAGE, CHUNK, TILE, TERMS, IMPRECISE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     result = -acc
     if TERMS == 2:
         leading, rest = tl.split(tl.reshape(acc, [VALUE_WIDTH, HEADS, TERMS]))
         result = sum_terms(leading, rest)
-    result *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
-    store_split(
-        result, running_max, tl.sum(total, 0), batch, heads, valid, split, num_splits, begin < end,
-        out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr,
-        0, VALUE_DIM, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+    store_piece(
+        result, running_max, tl.sum(total, 0), v_scale_ptr, request, target, out_ptr, out_strides,
+        stats_ptr, partial_ptr, sinks_ptr, 0, VALUE_DIM, NUM_HEADS, VALUE_DIM, SINKS, SHIFT,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch_size", "shares"])
+def decode_fp8(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, batch_size, shares,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr, TERMS: tl.constexpr,
+    IMPRECISE: tl.constexpr, BALANCED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Attend from HEADS query heads of one KV head to a share of the tokens."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    begin, past, place, kv_head, heads = own_share(
+        lens_ptr, lens_stride, batch_size, window, shares, BALANCED, WINDOW, TILE, START, KV_HEADS,
+        GROUP, HEADS,
+    )  # fmt: skip
+    for request in tl.range(begin, past, num_stages=1):
+        piece, target, place = own_piece(request, place, heads, lens_ptr, lens_stride, window,
+                                         shares, SPLIT, BALANCED, WINDOW, TILE, START)  # fmt: skip
+        _attend(
+            tl.full([], request, tl.int64), piece, target, q_ptr,
+            k_ptr + kv_head * k_strides[1], v_ptr + kv_head * v_strides[1], table_ptr,
+            k_scale_ptr + kv_head * k_scale_stride, v_scale_ptr + kv_head * v_scale_stride,
+            slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_strides[0],
+            v_strides[0], table_strides, out_strides, softmax_scale, softcap, KV_HEADS * GROUP,
+            HEAD_DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, PAGE, CHUNK, TILE, TERMS, IMPRECISE, STAGES,
+            SOFTCAP, ALIBI, SINKS,
+        )  # fmt: skip

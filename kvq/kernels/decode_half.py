@@ -3,16 +3,15 @@
 import triton
 import triton.language as tl
 
+from kvq.kernels.shares import own_piece, own_share
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
     attended_runs,
     logits,
-    own_heads,
     run_pages,
     run_rows,
-    split_range,
-    store_split,
+    store_piece,
     weights_of,
 )
 
@@ -79,48 +78,41 @@ def query_rows(
 
 
 @triton.jit
-def decode_half(
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
-    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
-    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window,
-    num_splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _attend(
+    request, piece, target, q_ptr, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_page_stride, v_page_stride,
+    table_strides, out_strides, softmax_scale, softcap,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One split of HEADS query heads of one KV head of one request."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
-    split = tl.program_id(1)
-    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, whole, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
-    table_ptr += batch * table_strides[0]
+    """Attend from heads of one KV head to a piece of a request."""
+    heads = target[0]
+    valid = heads >= 0
+    HEADS: tl.constexpr = heads.shape[0]
+    seq_len, first, begin, whole, end = piece
+    table_ptr += request * table_strides[0]
     page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
-    row = q_ptr + batch * q_strides[0]
+    row = q_ptr + request * q_strides[0]
     at = heads * q_strides[1]
     qt = query_rows(row, at, valid, q_strides[2], 0, min(WIDTH, HEAD_DIM), WIDTH)
     rest_qt = qt
     if HEAD_DIM > WIDTH:
         rest_qt = query_rows(row, at, valid, q_strides[2], WIDTH, HEAD_DIM, REST)
-    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
-    scale = tl.zeros([HEADS], tl.float32) + k_scale * softmax_scale
+    scale = tl.zeros([HEADS], tl.float32) + tl.load(k_scale_ptr) * softmax_scale
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
     acc = tl.zeros([VALUE_WIDTH, HEADS], tl.float32)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    k_ptr += kv_head * k_strides[1]
-    v_ptr += kv_head * v_strides[1]
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         after = start + TILE
         next_page = run_pages(table_ptr, table_strides[1], after, after < whole, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_page_stride, v_page_stride,
             HEAD_DIM, VALUE_DIM, PAGE, TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
         page = next_page
@@ -129,11 +121,43 @@ def decode_half(
         page = run_pages(table_ptr, table_strides[1], start, attended, PAGE, TILE)
         acc, running_max, total = _tile(
             acc, running_max, total, qt, rest_qt, scale, slopes, softcap, first, start, seq_len,
-            k_ptr, v_ptr, page, k_strides[0], v_strides[0],
+            k_ptr, v_ptr, page, k_page_stride, v_page_stride,
             HEAD_DIM, VALUE_DIM, PAGE, TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
-    store_split(
-        acc * tl.load(v_scale_ptr + kv_head * v_scale_stride), running_max, tl.sum(total, 0),
-        batch, heads, valid, split, num_splits, begin < end, out_ptr, out_strides, stats_ptr,
-        partial_ptr, sinks_ptr, 0, VALUE_DIM, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+    store_piece(
+        acc, running_max, tl.sum(total, 0), v_scale_ptr, request, target, out_ptr,
+        out_strides, stats_ptr, partial_ptr, sinks_ptr, 0, VALUE_DIM, NUM_HEADS, VALUE_DIM, SINKS,
+        SHIFT,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch_size", "shares"])
+def decode_half(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, batch_size, shares,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr, BALANCED: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Attend from HEADS query heads of one KV head to a share of the tokens."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    begin, past, place, kv_head, heads = own_share(
+        lens_ptr, lens_stride, batch_size, window, shares, BALANCED, WINDOW, TILE, START, KV_HEADS,
+        GROUP, HEADS,
+    )  # fmt: skip
+    for request in tl.range(begin, past, num_stages=1):
+        piece, target, place = own_piece(request, place, heads, lens_ptr, lens_stride, window,
+                                         shares, SPLIT, BALANCED, WINDOW, TILE, START)  # fmt: skip
+        _attend(
+            tl.full([], request, tl.int64), piece, target, q_ptr,
+            k_ptr + kv_head * k_strides[1], v_ptr + kv_head * v_strides[1], table_ptr,
+            k_scale_ptr + kv_head * k_scale_stride, v_scale_ptr + kv_head * v_scale_stride,
+            slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_strides[0],
+            v_strides[0], table_strides, out_strides, softmax_scale, softcap, KV_HEADS * GROUP,
+            HEAD_DIM, VALUE_DIM, WIDTH, REST, VALUE_WIDTH, PAGE, TILE, STAGES, SOFTCAP, ALIBI,
+            SINKS,
+        )  # fmt: skip

@@ -17,22 +17,19 @@ from kvq.kernels.nvfp4_tiles import (
     repeat_columns,
     value_tile,
 )
+from kvq.kernels.shares import own_piece, own_share
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
     attended_runs,
     logits,
-    own_heads,
     run_pages,
     runs,
-    split_range,
-    store_split,
+    store_piece,
     weights_of,
 )
 
 SHIFT = tl.constexpr(7)  # P is at most 2**7, and times a block scale a float16 number
-# taken away again before results are scaled, so that these overflow no sooner than they must
-UNSHIFT = tl.constexpr(2.0**-SHIFT.value)
 # its square is what `expand` leaves numbers short of, too much for one scale at float32's end
 CODE_ROOT = tl.constexpr(2.0**7)
 
@@ -93,49 +90,42 @@ def _tile(
 
 
 @triton.jit
-def decode_nvfp4(
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
-    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
-    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window,
-    num_splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+def _attend(
+    request, piece, target, q_ptr, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_page_stride, v_page_stride,
+    table_strides, out_strides, softmax_scale, softcap,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, K_HALF: tl.constexpr,
+    V_HALF: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One split of HEADS query heads of one KV head of one request."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
-    split = tl.program_id(1)
-    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, whole, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
-    table_ptr += batch * table_strides[0]
+    """Attend from heads of one KV head to a piece of a request."""
+    heads = target[0]
+    valid = heads >= 0
+    seq_len, first, begin, whole, end = piece
+    HEADS: tl.constexpr = heads.shape[0]
+    table_ptr += request * table_strides[0]
     page = run_pages(table_ptr, table_strides[1], begin, begin < whole, PAGE, TILE)
 
     COPIES: tl.constexpr = 1 if HEADS >= 8 else 2  # a product has at least eight columns
     query, q_scale = query_tiles(
-        q_ptr + batch * q_strides[0], q_strides[2], heads * q_strides[1], valid, K_HALF, K_WIDTH,
+        q_ptr + request * q_strides[0], q_strides[2], heads * q_strides[1], valid, K_HALF, K_WIDTH,
         HEAD_DIM, COPIES,
     )  # fmt: skip
-    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
-    scale = (q_scale * CODE_ROOT) * (k_scale * (softmax_scale * CODE_ROOT))
+    scale = (q_scale * CODE_ROOT) * (tl.load(k_scale_ptr) * (softmax_scale * CODE_ROOT))
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
     low_acc = tl.zeros([V_WIDTH // 16, 16, COPIES * HEADS], tl.float32)
     high_acc = tl.zeros_like(low_acc)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    k_ptr += kv_head * k_strides[1]
-    v_ptr += kv_head * v_strides[1]
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         after = start + TILE
         next_page = run_pages(table_ptr, table_strides[1], after, after < whole, PAGE, TILE)
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
-            seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
-            TILE, SOFTCAP, ALIBI, False,
+            seq_len, k_ptr, v_ptr, page, k_page_stride, v_page_stride, K_HALF, V_HALF, V_WIDTH,
+            PAGE, TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
         page = next_page
     for start in tl.range(whole, end, TILE, num_stages=1):
@@ -143,19 +133,48 @@ def decode_nvfp4(
         page = run_pages(table_ptr, table_strides[1], start, attended, PAGE, TILE)
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, query, scale, slopes, softcap, first, start,
-            seq_len, k_ptr, v_ptr, page, k_strides[0], v_strides[0], K_HALF, V_HALF, V_WIDTH, PAGE,
-            TILE, SOFTCAP, ALIBI, True,
+            seq_len, k_ptr, v_ptr, page, k_page_stride, v_page_stride, K_HALF, V_HALF, V_WIDTH,
+            PAGE, TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
-    v_scale = tl.load(v_scale_ptr + kv_head * v_scale_stride)
-    total = tl.sum(total, 0) * UNSHIFT
+    total = tl.sum(total, 0)
     for part in tl.static_range(2):
         acc = tl.reshape(low_acc if part == 0 else high_acc, [V_WIDTH, HEADS * COPIES])
         if COPIES > 1:
             acc, _ = tl.split(tl.reshape(acc, [V_WIDTH, HEADS, COPIES]))
-        acc *= CODE_ROOT * CODE_ROOT * UNSHIFT
-        store_split(
-            acc * v_scale, running_max, total, batch, heads, valid, split, num_splits, begin < end,
+        store_piece(
+            acc * (CODE_ROOT * CODE_ROOT), running_max, total, v_scale_ptr, request, target,
             out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, part * V_HALF,
-            V_HALF if part == 0 else VALUE_DIM,
-            KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, 0,
+            V_HALF if part == 0 else VALUE_DIM, NUM_HEADS, VALUE_DIM, SINKS, SHIFT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch_size", "shares"])
+def decode_nvfp4(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, batch_size, shares,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr,
+    BALANCED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Attend from HEADS query heads of one KV head to a share of the tokens."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    begin, past, place, kv_head, heads = own_share(
+        lens_ptr, lens_stride, batch_size, window, shares, BALANCED, WINDOW, TILE, START, KV_HEADS,
+        GROUP, HEADS,
+    )  # fmt: skip
+    for request in tl.range(begin, past, num_stages=1):
+        piece, target, place = own_piece(request, place, heads, lens_ptr, lens_stride, window,
+                                         shares, SPLIT, BALANCED, WINDOW, TILE, START)  # fmt: skip
+        _attend(
+            tl.full([], request, tl.int64), piece, target, q_ptr,
+            k_ptr + kv_head * k_strides[1], v_ptr + kv_head * v_strides[1], table_ptr,
+            k_scale_ptr + kv_head * k_scale_stride, v_scale_ptr + kv_head * v_scale_stride,
+            slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_strides[0],
+            v_strides[0], table_strides, out_strides, softmax_scale, softcap, KV_HEADS * GROUP,
+            HEAD_DIM, VALUE_DIM, K_HALF, V_HALF, K_WIDTH, V_WIDTH, PAGE, TILE, STAGES, SOFTCAP,
+            ALIBI, SINKS,
         )  # fmt: skip

@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.decode_half import query_rows
+from kvq.kernels.shares import own_piece, own_share
 from kvq.kernels.softmax import (
     NOTHING,
     advance,
     find_pages,
     logits,
-    own_heads,
-    split_range,
-    store_split,
+    store_piece,
     weights_of,
 )
 
@@ -93,30 +92,27 @@ def _tile(
 
 
 @triton.jit
-def decode_shared(
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
-    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
-    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, num_splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, FORMAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _attend(
+    request, piece, target, q_ptr, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_page_stride, v_page_stride,
+    table_strides, out_strides, softmax_scale, softcap,
+    NUM_HEADS: tl.constexpr, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One split of HEADS query heads of one KV head of one request; V has no arguments of use."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Attend from heads of one KV head to a piece of a request; V's arguments are not used."""
+    heads = target[0]
+    valid = heads >= 0
+    seq_len, first, begin, whole, end = piece
+    HEADS: tl.constexpr = heads.shape[0]
     WIDTH: tl.constexpr = VALUE_DIM // 2
-    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
-    split = tl.program_id(1)
-    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, whole, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
-
-    row, at = q_ptr + batch * q_strides[0], heads * q_strides[1]
+    table_ptr += request * table_strides[0]
+    row, at = q_ptr + request * q_strides[0], heads * q_strides[1]
     low_qt = query_rows(row, at, valid, q_strides[2], 0, WIDTH, WIDTH)
     high_qt = query_rows(row, at, valid, q_strides[2], WIDTH, VALUE_DIM, WIDTH)
     rest_qt = query_rows(row, at, valid, q_strides[2], VALUE_DIM, HEAD_DIM, REST)
-    k_scale = tl.load(k_scale_ptr + kv_head * k_scale_stride)
+    k_scale = tl.load(k_scale_ptr)
     scale = tl.zeros([HEADS], tl.float32) + k_scale * softmax_scale
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
 
@@ -124,8 +120,6 @@ def decode_shared(
     high_acc = tl.zeros([WIDTH, HEADS], tl.float32)
     running_max = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    table_ptr += batch * table_strides[0]
-    k_ptr += kv_head * k_strides[1]
     k_scales_ptr = k_ptr
     if FORMAT == "nvfp4":
         k_scales_ptr = (k_ptr + PAGE * HALF).to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -133,19 +127,50 @@ def decode_shared(
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, low_qt, high_qt, rest_qt, scale, slopes,
             softcap, first, start, seq_len, k_ptr, k_scales_ptr, table_ptr, table_strides[1],
-            k_strides[0], FORMAT, HEAD_DIM, HALF, PAGE, TILE, SOFTCAP, ALIBI, False,
+            k_page_stride, FORMAT, HEAD_DIM, HALF, PAGE, TILE, SOFTCAP, ALIBI, False,
         )  # fmt: skip
     for start in tl.range(whole, end, TILE, num_stages=1):
         low_acc, high_acc, running_max, total = _tile(
             low_acc, high_acc, running_max, total, low_qt, high_qt, rest_qt, scale, slopes,
             softcap, first, start, seq_len, k_ptr, k_scales_ptr, table_ptr, table_strides[1],
-            k_strides[0], FORMAT, HEAD_DIM, HALF, PAGE, TILE, SOFTCAP, ALIBI, True,
+            k_page_stride, FORMAT, HEAD_DIM, HALF, PAGE, TILE, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     total = tl.sum(total, 0)
     for part in tl.static_range(2):
         acc = low_acc if part == 0 else high_acc
-        store_split(
-            acc * k_scale, running_max, total, batch, heads, valid, split, num_splits, begin < end,
-            out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, part * WIDTH,
-            (part + 1) * WIDTH, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+        store_piece(
+            acc, running_max, total, v_scale_ptr, request, target, out_ptr, out_strides,
+            stats_ptr, partial_ptr, sinks_ptr, part * WIDTH, (part + 1) * WIDTH, NUM_HEADS,
+            VALUE_DIM, SINKS, SHIFT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch_size", "shares"])
+def decode_shared(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, batch_size, shares,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, FORMAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr, BALANCED: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Attend from HEADS query heads of one KV head to a share of the tokens."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    begin, past, place, kv_head, heads = own_share(
+        lens_ptr, lens_stride, batch_size, window, shares, BALANCED, WINDOW, TILE, START, KV_HEADS,
+        GROUP, HEADS,
+    )  # fmt: skip
+    for request in tl.range(begin, past, num_stages=1):
+        piece, target, place = own_piece(request, place, heads, lens_ptr, lens_stride, window,
+                                         shares, SPLIT, BALANCED, WINDOW, TILE, START)  # fmt: skip
+        _attend(
+            tl.full([], request, tl.int64), piece, target, q_ptr,
+            k_ptr + kv_head * k_strides[1], v_ptr + kv_head * v_strides[1], table_ptr,
+            k_scale_ptr + kv_head * k_scale_stride, v_scale_ptr + kv_head * v_scale_stride,
+            slopes_ptr, sinks_ptr, out_ptr, stats_ptr, partial_ptr, q_strides, k_strides[0],
+            v_strides[0], table_strides, out_strides, softmax_scale, softcap, KV_HEADS * GROUP,
+            FORMAT, HEAD_DIM, VALUE_DIM, HALF, REST, PAGE, TILE, STAGES, SOFTCAP, ALIBI, SINKS,
         )  # fmt: skip

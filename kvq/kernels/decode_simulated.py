@@ -21,7 +21,8 @@ from kvq.kernels.numerics import (
     sign_bits,
     with_sign,
 )
-from kvq.kernels.softmax import NOTHING, find_pages, logits, own_heads, split_range, store_split
+from kvq.kernels.shares import own_piece, own_share
+from kvq.kernels.softmax import NOTHING, find_pages, logits, store_piece
 
 SHIFT = tl.constexpr(0)
 CHUNK = tl.constexpr(16)  # splits whose maxima are read at once
@@ -67,38 +68,43 @@ def largest_logit(maxima_ptr, row, valid, num_splits):
 def decode_simulated(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
     out_ptr, stats_ptr, partial_ptr, q_strides, k_strides, v_strides, table_strides, lens_stride,
-    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, num_splits,
+    out_strides, k_scale_stride, v_scale_stride, softmax_scale, softcap, window, batch_size, shares,
     maxima_ptr, p_scale, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    P_QDQ: tl.constexpr, V_QDQ: tl.constexpr, BLOCK: tl.constexpr, MAXIMA: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr, BALANCED: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, P_QDQ: tl.constexpr, V_QDQ: tl.constexpr,
+    BLOCK: tl.constexpr, MAXIMA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of HEADS query heads of one KV head of one request; MAXIMA: its largest logits."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    batch, kv_head, heads, valid = own_heads(KV_HEADS, GROUP, HEADS)
-    split = tl.program_id(1)
-    seq_len = tl.load(lens_ptr + batch * lens_stride).to(tl.int32)
-    first, begin, _, end = split_range(seq_len, window, split, num_splits, WINDOW, TILE)
+    tl.static_assert(not BALANCED, "maxima are kept of a number of splits")
+    request, _, place, kv_head, heads = own_share(
+        lens_ptr, lens_stride, batch_size, window, shares, BALANCED, WINDOW, TILE, START, KV_HEADS,
+        GROUP, HEADS,
+    )  # fmt: skip
+    piece, target, _ = own_piece(request, place, heads, lens_ptr, lens_stride, window, shares,
+                                 SPLIT, BALANCED, WINDOW, TILE, START)  # fmt: skip
+    seq_len, first, begin, _, end = piece
+    valid = heads >= 0
 
-    q_row, at = q_ptr + batch * q_strides[0], heads * q_strides[1]
+    q_row, at = q_ptr + request * q_strides[0], heads * q_strides[1]
     qt = query_rows(q_row, at, valid, q_strides[2], 0, min(WIDTH, HEAD_DIM), WIDTH)
     rest_qt = qt
     if HEAD_DIM > WIDTH:
         rest_qt = query_rows(q_row, at, valid, q_strides[2], WIDTH, HEAD_DIM, REST)
     scale = tl.zeros([HEADS], tl.float32) + softmax_scale
     slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0) if ALIBI else scale
-    stats_row = batch * (KV_HEADS * GROUP) + heads
-    table_ptr += batch * table_strides[0]
+    stats_row = request * (KV_HEADS * GROUP) + heads
+    table_ptr += request * table_strides[0]
     k_ptr += kv_head * k_strides[1]
     v_ptr += kv_head * v_strides[1]
 
     largest = tl.full([HEADS], NOTHING, tl.float32)
     if not MAXIMA:
-        largest = largest_logit(maxima_ptr, stats_row, valid, num_splits)
+        largest = largest_logit(maxima_ptr, stats_row, valid, shares)
     acc = tl.zeros([VALUE_WIDTH, HEADS], tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -119,12 +125,10 @@ def decode_simulated(
             v = quantized(v, v_scale, V_QDQ, BLOCK)
             acc = tl.dot(tl.trans(v), quantized(p.to(v.dtype), p_scale, P_QDQ, BLOCK), acc)
     if MAXIMA:
-        tl.store(maxima_ptr + stats_row * num_splits + split, largest, mask=valid)
+        tl.store(maxima_ptr + stats_row * shares + tl.program_id(1), largest, mask=valid)
     else:
-        # combining skips a split without tokens, whose part is not written
-        largest = tl.where(begin < end, largest, NOTHING)
-        store_split(
-            acc * p_scale * v_scale, largest, tl.sum(total, 0), batch, heads, valid, split,
-            num_splits, begin < end, out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, 0,
-            VALUE_DIM, KV_HEADS * GROUP, VALUE_DIM, SPLIT, SINKS, SHIFT,
+        store_piece(
+            acc * p_scale * v_scale, largest, tl.sum(total, 0), v_scale_ptr, request, target,
+            out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, 0, VALUE_DIM,
+            KV_HEADS * GROUP, VALUE_DIM, SINKS, SHIFT,
         )  # fmt: skip

@@ -3,30 +3,11 @@
 import triton
 import triton.language as tl
 
+from kvq.kernels.shares import pieces_of
+
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-1e30)  # below every logit; not -inf, so that differences are never NaN
-
-
-@triton.jit
-def own_heads(KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """A program's request and KV head, its query heads [HEADS], and which of these there are."""
-    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    pid = tl.program_id(0).to(tl.int64)
-    batch, kv_head = pid // (KV_HEADS * HEAD_BLOCKS), (pid // HEAD_BLOCKS) % KV_HEADS
-    member = (pid % HEAD_BLOCKS) * HEADS + tl.arange(0, HEADS)
-    return batch, kv_head, kv_head * GROUP + member, member < GROUP
-
-
-@triton.jit
-def split_range(seq_len, window, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First attended position; where a split begins, its tiles need a mask, and it ends."""
-    first = tl.maximum(seq_len - window, 0) if WINDOW else 0
-    first_tile = first // TILE
-    per_split = tl.cdiv(tl.cdiv(seq_len, TILE) - first_tile, num_splits)
-    begin = (first_tile + split * per_split) * TILE
-    end = tl.minimum(begin + per_split * TILE, seq_len)
-    whole = begin if WINDOW else begin + tl.maximum(end - begin, 0) // TILE * TILE
-    return first, begin, whole, end
+# the first maximum, below every logit; not -inf, so that differences are never NaN
+NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -102,7 +83,8 @@ def logits(products, scale, softcap, slopes, position, first, seq_len,
             x += slopes[None, :] * (position - (seq_len - 1)).to(tl.float32)[:, None]
         x *= LOG2E
     if MASKED:
-        x = tl.where(((position >= first) & (position < seq_len))[:, None], x, NOTHING)
+        # less than NOTHING, so that a weight is zero even where no other logit is above that
+        x = tl.where(((position >= first) & (position < seq_len))[:, None], x, float("-inf"))
     return x
 
 
@@ -135,60 +117,70 @@ def with_sink(total, running_max, heads, valid, sinks_ptr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def store_split(
-    acc, running_max, total, batch, heads, valid, split, num_splits, filled,
-    out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr,
-    FROM: tl.constexpr, TO: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr,
+def store_piece(
+    acc, running_max, total, v_scale_ptr, request, target, out_ptr, out_strides, stats_ptr,
+    partial_ptr, sinks_ptr, FROM: tl.constexpr, TO: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store dimensions FROM to TO of acc [WIDTH, HEADS], as output or as what to combine."""
-    width = FROM + tl.arange(0, acc.shape[0])
-    if not SPLIT:
+    heads, slot, alone, filled, empty = target
+    valid, width = heads >= 0, FROM + tl.arange(0, acc.shape[0])
+    inside = valid[None, :] & (width < TO)[:, None]
+    if alone:
         if SINKS:
             total = with_sink(total, running_max, heads, valid, sinks_ptr, SHIFT)
-        result = acc / tl.where(total == 0.0, 1.0, total)[None, :]
-        offsets = batch * out_strides[0] + heads * out_strides[1]
+        # without tokens there is nothing to divide; with some, weights that are all zero are NaN
+        result = acc / tl.where(empty, 1.0, total)[None, :] * tl.load(v_scale_ptr)
+        offsets = request * out_strides[0] + heads * out_strides[1]
         offsets = offsets[None, :] + (width * out_strides[2])[:, None]
-        inside = valid[None, :] & (width < TO)[:, None]
         tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        row = (batch * HEADS + heads) * num_splits + split
-        tl.store(stats_ptr + row * 2, running_max, mask=valid)
-        tl.store(stats_ptr + row * 2 + 1, total, mask=valid)
+        row = slot.to(tl.int64) * HEADS + heads
+        tl.store(stats_ptr + row * 2, running_max, mask=valid & filled)
+        tl.store(stats_ptr + row * 2 + 1, total, mask=valid & filled)
         offsets = (row * SIZE)[None, :] + width[:, None]
-        inside = (valid & filled)[None, :] & (width < TO)[:, None]
-        tl.store(partial_ptr + offsets, acc, mask=inside)
+        tl.store(partial_ptr + offsets, acc, mask=inside & filled)
 
 
-@triton.jit
-def combine_splits(
-    out_ptr, out_strides, stats_ptr, partial_ptr, sinks_ptr, num_splits,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SINKS: tl.constexpr, SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(do_not_specialize=["batch_size", "shares"])
+def combine_pieces(
+    out_ptr, out_strides, stats_ptr, partial_ptr, v_scale_ptr, v_scale_stride, sinks_ptr, lens_ptr,
+    lens_stride, batch_size, window, shares,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, BALANCED: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    START: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge WIDTH dimensions of the splits of one query head, all read at once.
+    """Merge WIDTH dimensions of the pieces of one query head, PADDED of them at once.
 
-    Where DEPENDENT, programs start while the splits are computed, and wait for them here.
+    Where DEPENDENT, programs start while the pieces are computed, and wait for them here.
     """
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // HEADS, row % HEADS
-    split, width = tl.arange(0, PADDED), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = split < num_splits
-    stats = stats_ptr + (row * num_splits + split) * 2
-    offsets = ((row * num_splits + split) * SIZE)[:, None] + width[None, :]
+    request, head = row // HEADS, row % HEADS
+    slot, count = pieces_of(request, lens_ptr, lens_stride, batch_size, window, shares, BALANCED,
+                            WINDOW, TILE, START)  # fmt: skip
+    v_scale = tl.load(v_scale_ptr + head // GROUP * v_scale_stride)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    parts = tl.load(partial_ptr + offsets, mask=inside[:, None] & (width < SIZE)[None, :],
-                    other=0.0)  # fmt: skip
-    maxima = tl.load(stats, mask=inside, other=NOTHING)
-    totals = tl.load(stats + 1, mask=inside, other=0.0)
-    largest = tl.max(maxima, 0)
-    weights = tl.exp2(maxima - largest)
-    total = tl.sum(totals * weights, 0)
-    if SINKS:
-        total += tl.exp2(tl.load(sinks_ptr + head) * LOG2E - largest + SHIFT)
-    # a split without tokens has written no parts
-    parts = tl.where((maxima > NOTHING)[:, None], parts * weights[:, None], 0.0)
-    result = tl.sum(parts, 0) / tl.where(total == 0.0, 1.0, total)
-    offsets = batch * out_strides[0] + head * out_strides[1] + width * out_strides[2]
-    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=width < SIZE)
+    if count > 1:
+        width = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        largest, total = tl.full([], NOTHING, tl.float32), tl.zeros([], tl.float32)
+        acc = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, count, PADDED):
+            piece = start + tl.arange(0, PADDED)
+            inside = piece < count
+            rows = (slot + piece).to(tl.int64) * HEADS + head
+            offsets = (rows * SIZE)[:, None] + width[None, :]
+            parts = tl.load(partial_ptr + offsets, mask=inside[:, None] & (width < SIZE)[None, :],
+                            other=0.0)  # fmt: skip
+            maxima = tl.load(stats_ptr + rows * 2, mask=inside, other=NOTHING)
+            totals = tl.load(stats_ptr + rows * 2 + 1, mask=inside, other=0.0)
+            new_largest = tl.maximum(largest, tl.max(maxima, 0))
+            weights, factor = tl.exp2(maxima - new_largest), tl.exp2(largest - new_largest)
+            largest = new_largest
+            total = total * factor + tl.sum(totals * weights, 0)
+            acc = acc * factor + tl.sum(parts * weights[:, None], 0)
+        if SINKS:
+            total += tl.exp2(tl.load(sinks_ptr + head) * LOG2E - largest + SHIFT)
+        offsets = request * out_strides[0] + head * out_strides[1] + width * out_strides[2]
+        result = (acc / total * v_scale).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offsets, result, mask=width < SIZE)

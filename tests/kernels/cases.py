@@ -78,6 +78,15 @@ class Case:
     def arguments(self):
         return (self.q, self.k_cache, self.v_cache, self.table, self.seq_lens)
 
+    def rescale(self, power):
+        """Make all scales 2**power, codes small and of one sign, and q as small as logits need."""
+        v = None if self.v is None else self.v.abs() / 256
+        new = self.k.abs() / 256, v, self.k_cache, self.v_cache, self.slots
+        reference.append_kv(*new, layout=self.layout, **self.scales)
+        self.q = self.q * 2.0**-power
+        scale = torch.full_like(self.scales["k_scale"], 2.0**power)
+        self.scales = dict.fromkeys(self.scales, scale)
+
     def expected(self, **options):
         return reference.decode_attention(
             *self.arguments, layout=self.layout, **self.scales, **options

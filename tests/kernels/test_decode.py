@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from kvq.kernels.pages import PageLayout
-from tests.kernels.cases import BOUNDS, Case, bound_of, no_synchronisation, relative_error
+from tests.kernels.cases import (
+    BOUNDS,
+    LAYOUTS,
+    Case,
+    bound_of,
+    no_synchronisation,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 FORMATS = pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "nvfp4"])
@@ -38,6 +45,18 @@ def test_head_sizes_and_ragged_lengths(name, variant, head_dim):
     case = Case(PageLayout(name, 64, 2, head_dim), RAGGED, device="cuda")
     check(case, variant=variant)
     check(case, variant=variant, num_kv_splits=3)
+
+
+@FORMATS
+@pytest.mark.parametrize("lengths", [[1] * 3 + [9000], [2000, 0] * 20, list(range(300))], ids=len)
+@pytest.mark.parametrize("window", [None, 200, 2**40])
+def test_batches_of_any_size_and_lengths(name, lengths, window):
+    case = Case(PageLayout(name, 32, 2, 64), lengths, device="cuda")
+    sinks = torch.randn(8, device="cuda")
+    expected = attend(case, window=window, sinks=sinks, num_kv_splits=1)
+    assert relative_error(attend(case, window=window, sinks=sinks), expected) <= 5e-3
+    case = Case(PageLayout(name, 32, 2, 64), lengths[:40], device="cuda")
+    check(case, window=window, sinks=sinks)
 
 
 @FORMATS
@@ -121,6 +140,14 @@ def test_the_number_of_splits_changes_rounding_only(name, variant):
         assert relative_error(out, reference) <= MOVED[variant], (splits, case.seed)
 
 
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mla-fp8", "mla-nvfp4"])
+def test_scales_at_the_end_of_float32(name):
+    case = Case(LAYOUTS[name], [1, 0, 17, 2000], device="cuda")
+    case.rescale(122)
+    for splits in (1, 2):
+        check(case, num_kv_splits=splits)
+
+
 def test_float16_queries():
     for name in ("float16", "fp8_e4m3", "nvfp4"):
         check(Case(PageLayout(name, 32, 2, 128), [9, 700], device="cuda", dtype=torch.float16))
@@ -144,17 +171,18 @@ def test_strides_of_every_tensor(name):
 
 
 @FORMATS
-def test_a_cuda_graph_follows_its_inputs_and_nothing_synchronises(name):
+@pytest.mark.parametrize("splits", [3, None])
+def test_a_cuda_graph_follows_its_inputs_and_nothing_synchronises(name, splits):
     from kvq.kernels.pack import append_kv
 
     case = Case(PageLayout(name, 64, 2, 128), [500, 64], device="cuda")
     out = torch.empty_like(case.q)
-    attend(case, out=out, num_kv_splits=3)
+    attend(case, out=out, num_kv_splits=splits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         append_kv(case.k, case.v, case.k_cache, case.v_cache, case.slots, layout=case.layout,
                   **case.scales)  # fmt: skip
-        attend(case, out=out, num_kv_splits=3)
+        attend(case, out=out, num_kv_splits=splits)
     case.q.normal_()
     case.seq_lens.copy_(torch.tensor([333, 1]))
     case.k.normal_()

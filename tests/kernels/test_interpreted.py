@@ -177,6 +177,18 @@ def test_decode_attention_is_the_twins(name, variant):
         )
 
 
+@pytest.mark.parametrize("splits", [1, 3, None])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_length_below_zero_is_an_empty_request(splits, window):
+    case = Case(LAYOUTS["fp8"], [40, 0, 70])
+    expected = case.expected(window=window)
+    assert bool((expected[1] == 0).all())
+    case.seq_lens[1] = -200
+    assert torch.equal(case.expected(window=window), expected)
+    out = attend(case, num_kv_splits=splits, window=window)
+    assert relative_error(out, expected) <= 6e-3, case.seed
+
+
 @pytest.mark.parametrize("group", [1, 8, 20])
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4-odd"])
 def test_query_heads_of_a_kv_head(name, group):
@@ -210,21 +222,24 @@ def test_small_weights_count_where_the_token_of_the_largest_has_no_value(name, b
     assert relative_error(attend(case), case.expected()) <= bound, case.seed
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
-def test_infinity_in_q_gives_nan(name):
-    case = Case(LAYOUTS[name], [1, 0, 17, 70])
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maxima
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8", "nvfp4", "mla-fp8"])
+@pytest.mark.parametrize("splits", [1, 2, None])
+def test_infinity_in_q_gives_nan(name, splits):
+    case = Case(LAYOUTS[name], [1, 0, 17, 200])
     case.k[..., 0] = -1 - case.k[..., 0].abs()
     new = case.k, case.v, case.k_cache, case.v_cache, case.slots
     reference.append_kv(*new, layout=case.layout, **case.scales)
-    case.q[2, 5, 0] = math.inf  # all of its head's logits are -inf
+    case.q[2:, 3, 0] = math.inf  # all of its head's logits are -inf
     is_nan = torch.zeros(case.q.shape[:2], dtype=torch.bool)
-    is_nan[2, 5] = True
+    is_nan[2:, 3] = True
     assert torch.equal(case.expected().isnan().any(-1), is_nan)
-    assert torch.equal(attend(case).isnan(), is_nan[:, :, None].expand_as(case.q))
+    out = attend(case, num_kv_splits=splits)
+    assert torch.equal(out.isnan(), is_nan[:, :, None].expand_as(out))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maxima
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["bfloat16", "fp8", "nvfp4"])
 def test_nan_in_q_or_k_stays_with_the_heads_that_meet_it(name):
     from kvq.kernels.pack import append_kv
 
@@ -239,13 +254,10 @@ def test_nan_in_q_or_k_stays_with_the_heads_that_meet_it(name):
     assert torch.equal(attend(case).isnan(), is_nan[:, :, None].expand_as(case.q))
 
 
-def test_scales_at_the_end_of_float32():
-    case = Case(LAYOUTS["nvfp4"], [1, 0, 17, 70])
-    # small block scales, with which K and V themselves do not overflow
-    new = case.k / 256, case.v / 256, case.k_cache, case.v_cache, case.slots
-    reference.append_kv(*new, layout=case.layout, **case.scales)
-    case.q = case.q * 2.0**-122
-    case.scales = dict.fromkeys(case.scales, torch.tensor(2.0**122))
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mla-fp8", "mla-nvfp4"])
+def test_scales_at_the_end_of_float32(name):
+    case = Case(LAYOUTS[name], [1, 0, 17, 2000])
+    case.rescale(122)
     for splits in (1, 2):
         assert relative_error(attend(case, num_kv_splits=splits), case.expected()) <= 1e-2
 

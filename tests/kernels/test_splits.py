@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvq.kernels.pages import PageLayout
-from kvq.kernels.splits import choose_splits
+from kvq.kernels.splits import Room, Shares, choose_shares, choose_splits
 
 sizes = st.integers(1, 5000)
 
@@ -38,18 +38,17 @@ TIMES = {
 @pytest.mark.parametrize("shape", TIMES, ids=lambda x: "-".join(map(str, x)))
 def test_the_choice_takes_at_most_a_tenth_longer_than_the_best(shape):
     pytest.importorskip("triton")
-    from kvq.kernels.decode import plan
+    from kvq.kernels.plans import plan
 
     name, batch, heads, tokens = shape
     chosen = plan(PageLayout(name, 128, 8, 128), heads // 8, "default")
-    splits = choose_splits(batch * 8, tokens // chosen.tile, 132, per_sm=chosen.per_sm,
-                           warps=chosen.warps, busy=chosen.busy)  # fmt: skip
+    splits = choose_splits(batch * 8, tokens // chosen.tile, chosen.room(132))
     assert TIMES[shape][splits] <= 1.1 * min(TIMES[shape].values())
 
 
 @given(sizes, sizes, st.integers(1, 150), st.integers(1, 12), st.sampled_from([1, 4, 8]))
 def test_every_split_has_a_tile(programs, tiles, multiprocessors, per_sm, warps):
-    splits = choose_splits(programs, tiles, multiprocessors, per_sm=per_sm, warps=warps)
+    splits = choose_splits(programs, tiles, Room(multiprocessors, per_sm, warps))
     per_split = -(-tiles // splits)
     assert 1 <= splits <= min(tiles, 128)
     assert (splits - 1) * per_split < tiles
@@ -57,12 +56,37 @@ def test_every_split_has_a_tile(programs, tiles, multiprocessors, per_sm, warps)
 
 @given(sizes, st.integers(1, 1000))
 def test_a_full_device_is_not_split_further(tiles, multiprocessors):
-    assert choose_splits(multiprocessors, tiles, multiprocessors) == 1
+    assert choose_splits(multiprocessors, tiles, Room(multiprocessors)) == 1
 
 
 def test_one_long_request_fills_the_device():
-    assert 100 <= 8 * choose_splits(8, 256, 132) <= 132
+    assert 100 <= 8 * choose_splits(8, 256, Room(132)) <= 132
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), sizes, st.integers(1, 12), st.sampled_from([1, 4]))
+def test_shares_are_splits_of_equal_requests_or_fill_the_device(requests, programs, tiles, per_sm,
+                                                                warps):  # fmt: skip
+    room = Room(132, per_sm, warps)
+    splits = choose_splits(requests * programs, tiles, room)
+    shares = choose_shares(requests, programs, tiles, room)
+    if requests == 1 or requests > 4096:
+        assert shares == Shares(splits, balanced=False)
+    else:
+        assert shares.balanced
+        assert shares.number in (requests * splits, max(132 * per_sm // programs, 1))
+
+
+def test_a_line_has_no_more_shares_than_a_grid_or_their_arithmetic_holds():
+    room = Room(188, 12, 1, 1.2)
+    assert 3303 * choose_splits(3303 * 13, 1 << 16, room) > 65535
+    assert choose_shares(3303, 13, 1 << 16, room).number <= 65535
+
+
+def test_few_long_requests_fill_the_device_and_many_short_ones_stay_whole():
+    room = Room(132, 12, 1, 1.2)
+    assert choose_shares(32, 8, 256, room).number == 12 * 132 // 8
+    assert choose_shares(128, 8, 16, room).number == 128
 
 
 def test_an_empty_table_is_one_split():
-    assert choose_splits(4, 0, 132) == 1
+    assert choose_splits(4, 0, Room(132)) == 1
