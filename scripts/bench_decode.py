@@ -143,7 +143,7 @@ def equal_splits(shape: tuple[int, int, int, int], layout: PageLayout, variant: 
     """The number of splits that is chosen for requests of equal length."""
     batch, heads, kv_heads, tokens = shape
     chosen = plan(layout, heads // kv_heads, variant)
-    programs = batch * kv_heads * -(-heads // kv_heads // chosen.heads)
+    programs = batch * chosen.programs(heads, kv_heads)
     room = chosen.room(multiprocessors(torch.device("cuda", 0)))
     return choose_splits(programs, -(-tokens // chosen.tile), room)
 

@@ -56,13 +56,13 @@ def decode_attention(
     The softmax runs in float32; how q and P enter the tensor cores is the variant. With 16-bit
     pages and with shared rows P is rounded to q's dtype, with NVFP4 pages q and P are to float16, P
     again when V's block scale multiplies it; there all variants are the same. With FP8 pages `fast`
-    rounds q and P to E4M3 once, which costs up to 4e-2 (relative L2 on random data, more where few
+    rounds q and P to E4M3 once, which costs about 4e-2 (relative L2 on random data, more where few
     tokens have all the weight); `default` and `exact` hold each as a sum of two E4M3 numbers, up to
     3e-3; `exact` also sums q k in float32 at every 32nd product. P is rounded relative to a power
     of two at or above the running maximum. So small weights lose bits, which shows where the tokens
     of large ones have values near zero, as attention sinks may: in FP8 below 2**-14 of the largest,
     in float16 below 2**-22, with NVFP4 pages below 2**-21 after V's block scale. The number of
-    splits changes results by float32 rounding, by such weights and, rarely, by P that rounds so.
+    splits changes results by float32 rounding, such weights and, rarely, P beside a boundary.
 
     Nothing is read on the host, so a call can be captured in a CUDA graph. Values past a request's
     end or before its window are never used, nor table entries of pages that hold only those.
@@ -82,9 +82,9 @@ def decode_attention(
         window: attend to the last `window` tokens only, the query's own included.
         sinks: float32 `[num_heads]`, logits that join the softmax's sum without a value.
         alibi_slopes: float32 `[num_heads]`, times the (negative) distance to the query.
-        num_kv_splits: programs that share each request's tokens, 1 to 256. By default equal
-            shares of all requests' tokens, so that results depend by float32 rounding on the other
-            lengths; to simulate, or of one request or over 4096, a chosen number.
+        num_kv_splits: programs that share each request's tokens, 1 to 256. By default programs
+            have equal shares of all tokens, so that a result depends on the other lengths by such
+            rounding; one request, more than 4096 and `simulate` get a number that is chosen.
         max_seq_len: a bound of `seq_lens` known on the host, for the choice of how many programs;
             by default what `block_table` has room for.
         variant: `fast`, `default` or `exact`.
@@ -132,8 +132,7 @@ def _shares(
 ) -> Shares:  # fmt: skip
     if given is not None:
         return Shares(given, balanced=False)
-    batch, heads, _ = q.shape
-    programs = layout.num_kv_heads * triton.cdiv(heads // layout.num_kv_heads, chosen.heads)
+    batch, programs = q.shape[0], chosen.programs(q.shape[1], layout.num_kv_heads)
     longest = min(bound for bound in bounds if bound is not None)
     tiles, room = triton.cdiv(longest, chosen.tile), chosen.room(multiprocessors(q.device))
     if balanced:
@@ -166,8 +165,7 @@ def _launch(
         partial = torch.empty(pieces * heads * layout.value_dim, **floats)
     if layout.format == "fp8_e4m3":
         k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
-    programs = layout.num_kv_heads * triton.cdiv(group, chosen.heads)
-    programs *= 1 if shares.balanced else batch
+    programs = chosen.programs(heads, layout.num_kv_heads) * (1 if shares.balanced else batch)
     common = {"TILE": chosen.tile, "START": chosen.start, "WINDOW": window is not None,
               "BALANCED": max(power_of_two(batch), _LEAST_REQUESTS) if shares.balanced else 0,
               "DEPENDENT": split and starts_early(q.device)}  # fmt: skip

@@ -50,6 +50,10 @@ class Plan:
     busy: float | None = None
     start: int = 2
 
+    def programs(self, num_heads: int, num_kv_heads: int) -> int:
+        """Programs of one share, for all heads."""
+        return num_kv_heads * int(triton.cdiv(num_heads // num_kv_heads, self.heads))
+
     def room(self, multiprocessors: int) -> Room:
         """What a device with so many multiprocessors runs at once."""
         return Room(multiprocessors, self.per_sm, self.warps, self.busy)
