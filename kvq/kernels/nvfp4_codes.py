@@ -48,7 +48,7 @@ def has_limits(scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def code_limits(divisor, DTYPE: tl.constexpr):
-    """Words of twice the limits 7/4, 7/2, 1, 3 and 5 of quotients, times a divisor [ITEMS, 1].
+    """Words with the limits 7/4, 7/2, 1, 3 and 5 of quotients, times a divisor [ITEMS, 1].
 
     The reference rounds a quotient to float32 before it rounds it to a code. So what is less than
     half a unit of float32 below 7/4, 7/2 or 3, where ties go up, is not below; nor is what is less

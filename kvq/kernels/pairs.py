@@ -33,7 +33,7 @@ def pair_numbers(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def twice(value: tl.constexpr, DTYPE: tl.constexpr):
-    """The word [1, 1] of a number and itself."""
+    """The word [1, 1] that holds a number in both halves."""
     x = tl.full([1, 1], value, tl.float32).to(DTYPE)
     return (x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
 
@@ -88,7 +88,7 @@ def pair_fma(x, y, z, DTYPE: tl.constexpr):
 
 @triton.jit
 def truncated(x, y, z, DTYPE: tl.constexpr):
-    """Words of twice x * y + z of float32, rounded towards zero."""
+    """Words that hold x * y + z of float32 in both halves, rounded towards zero."""
     TYPE: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
     return tl.inline_asm_elementwise(
         f"{{ .reg .f32 t; fma.rz.f32 t, $1, $2, $3; cvt.rz.{TYPE}.f32 $0, t, t; }}",
