@@ -71,8 +71,12 @@ class Case:
                 setattr(self, name, value.to(device))
         self.scales = {name: scale.to(device) for name, scale in self.scales.items()}
         self.k_cache, self.v_cache = poisoned(layout, num_pages, device)
-        reference.append_kv(self.k, self.v, self.k_cache, self.v_cache, self.slots,
-                            layout=layout, **self.scales)  # fmt: skip
+        self.append()
+
+    def append(self):
+        """Write k and v, which a test may have changed, into the caches."""
+        new = self.k, self.v, self.k_cache, self.v_cache, self.slots
+        reference.append_kv(*new, layout=self.layout, **self.scales)
 
     @property
     def arguments(self):
