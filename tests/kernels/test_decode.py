@@ -2,14 +2,7 @@ import pytest
 import torch
 
 from kvq.kernels.pages import PageLayout
-from tests.kernels.cases import (
-    BOUNDS,
-    LAYOUTS,
-    Case,
-    bound_of,
-    no_synchronisation,
-    relative_error,
-)
+from tests.kernels.cases import BOUNDS, LAYOUTS, Case, no_synchronisation, relative_error
 
 pytestmark = pytest.mark.gpu
 FORMATS = pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "nvfp4"])
@@ -33,9 +26,7 @@ def attend(case, out=None, **options):
 
 def check(case, *, variant="default", bound=None, **options):
     error = relative_error(attend(case, variant=variant, **options), case.expected(**options))
-    if bound is None:  # in a short request the errors average less
-        bound = bound_of(case.layout, variant) * 1.5
-    assert error <= bound, (error, case.seed)
+    assert error <= (bound or case.bound(variant)), (error, case.seed)
 
 
 @FORMATS
@@ -79,7 +70,7 @@ def test_query_heads_of_a_kv_head(name, variant, group):
 def test_peaked_attention(name, variant):
     # logits of q times 8 spread over tens, so that few tokens hold all the weight
     case = Case(PageLayout(name, 64, 2, 128), [4096], device="cuda", peak=8.0)
-    check(case, variant=variant, bound=max(1e-2, 5 * bound_of(case.layout, variant)))
+    check(case, variant=variant, bound=max(1e-2, 3.5 * case.bound(variant)))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8_e4m3", "nvfp4"])
