@@ -57,12 +57,12 @@ def decode_attention(
     pages and shared rows P is rounded to q's dtype, with NVFP4 pages q and P are to float16, P
     again when V's block scale multiplies it; there all variants are the same. With FP8 pages `fast`
     rounds q and P to E4M3 once, which costs about 4e-2 (relative L2 on random data, more where few
-    tokens weigh); `default` and `exact` hold each as two E4M3 terms, up to 3e-3 (q is exact in
-    bfloat16, in float16 to 2**-9); `exact` also sums q k in float32 every 32 products. P is rounded
-    relative to a power of two at or above the running maximum. So small weights lose bits, which
-    shows where large ones meet values near zero, as in attention sinks: in FP8 below 2**-14 of the
-    largest, in float16 below 2**-22, with NVFP4 pages below 2**-21 after V's block scale. The
-    number of splits changes results by float32 rounding, such weights and P beside a boundary.
+    tokens weigh); `default` and `exact` hold each as two E4M3 terms, up to 3e-3 (q in bfloat16 to
+    2**-17 of its largest, in float16 to 2**-9); `exact` also sums q k in float32 every 32 products.
+    P is rounded relative to a power of two at or above the running maximum. So small weights lose
+    bits, seen where large ones meet values near zero, as in attention sinks: in FP8 below 2**-14 of
+    the largest, in float16 below 2**-22, with NVFP4 pages below 2**-21 after V's block scale. The
+    number of splits changes results by float32 rounding, such weights and P near a boundary.
 
     Nothing is read on the host, so a call can be captured in a CUDA graph. Values past a request's
     end or before its window are never used, nor table entries of pages that hold only those.
